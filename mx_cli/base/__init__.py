@@ -1,0 +1,1 @@
+"""Standard library only; everything in mx may import it."""

@@ -1,0 +1,3 @@
+"""The version of mx, in this one place."""
+
+VERSION = "0.1.0"

@@ -1,0 +1,1 @@
+"""The shared cache: its tree, the election, resuming, following, eviction."""

@@ -1,0 +1,1 @@
+"""The command line: parses, shows, maps errors to exit codes."""

@@ -1,0 +1,1 @@
+"""How events and results look: for people, for logs, as JSON lines."""

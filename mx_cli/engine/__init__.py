@@ -1,0 +1,1 @@
+"""Moves a plan from sources to a sink; knows only the ports."""

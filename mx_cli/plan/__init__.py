@@ -1,0 +1,1 @@
+"""From a manifest and what is wanted to the ranges that have to be read. Pure."""

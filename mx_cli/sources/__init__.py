@@ -1,0 +1,1 @@
+"""Origins: one file per kind, found through the registry."""
