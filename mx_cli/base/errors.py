@@ -171,7 +171,8 @@ CLASSES: tuple[type[MxError], ...] = (
 
 def by_name(name: str, what: str, *, hint: str = "", via: str = "") -> MxError:
     """The error that another process recorded under its `name`; an unknown name is a plain MxError."""
-    for cls in (*CLASSES, OriginChanged):
+    known: tuple[type[MxError], ...] = (*CLASSES, OriginChanged)
+    for cls in known:
         if cls.name == name and cls is not Interrupted:
             return cls(what, hint=hint, via=via)
     return MxError(what, hint=hint, via=via)

@@ -33,7 +33,7 @@ def size(count: float) -> str:
     """`1.4 GiB`; whole bytes below 1 KiB."""
     if count < 1024:
         return f"{int(count)} B"
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
+    for unit in ("KiB", "MiB", "GiB", "TiB"):  # noqa: B007
         count /= 1024
         if count < 1024:
             break

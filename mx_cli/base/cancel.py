@@ -1,0 +1,91 @@
+"""Stopping: asked for once it is orderly, and everything that waits hears of it at once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from mx_cli.base.errors import MxError, TimedOut
+
+
+class Stop:
+    """Says whether, and why, work has to stop. Safe to use from any thread and from a signal handler's thread.
+
+    `timeout` (seconds from now, for the whole command) turns into a TimedOut reason by itself.
+    """
+
+    def __init__(self, timeout: float | None = None) -> None:
+        self._event = threading.Event()
+        self._lock = threading.RLock()
+        self._reason: MxError | None = None
+        self._hooks: list[Callable[[], None]] = []
+        self._timer: threading.Timer | None = None
+        if timeout is not None:
+            reason = TimedOut(f"the command did not finish within --timeout ({timeout:g} s)")
+            self._timer = threading.Timer(timeout, self.request, [reason])
+            self._timer.daemon = True
+            self._timer.start()
+
+    def request(self, reason: MxError) -> None:
+        """Ask everybody to stop; the first reason stays. Idempotent, does not block."""
+        with self._lock:
+            if self._reason is None:
+                self._reason = reason
+            self._event.set()
+            hooks = list(self._hooks)
+        for hook in hooks:
+            hook()
+
+    @property
+    def requested(self) -> bool:
+        return self._event.is_set()
+
+    @property
+    def reason(self) -> MxError | None:
+        return self._reason
+
+    def check(self) -> None:
+        """Raise the reason if a stop was requested."""
+        if self._reason is not None:
+            raise self._reason
+
+    def wait(self, seconds: float) -> None:
+        """Sleep, but raise the reason as soon as a stop is requested."""
+        self._event.wait(max(0.0, seconds))
+        self.check()
+
+    @contextmanager
+    def calling(self, hook: Callable[[], None]) -> Iterator[None]:
+        """While the block runs, call `hook` when a stop is requested (at once if it already was)."""
+        with self._lock:
+            self._hooks.append(hook)
+            already = self.requested
+        try:
+            if already:
+                hook()
+            yield
+        finally:
+            with self._lock:
+                self._hooks.remove(hook)
+
+    def close(self) -> None:
+        """End the timer. Idempotent."""
+        if self._timer:
+            self._timer.cancel()
+
+
+class Deadline:
+    """A moment on this process's monotonic clock; `None` seconds means never."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._end = None if seconds is None else time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        return float("inf") if self._end is None else max(0.0, self._end - time.monotonic())
+
+    @property
+    def passed(self) -> bool:
+        return self.left == 0.0

@@ -1,0 +1,33 @@
+"""Secrets never reach a log, an error, a file or a process title."""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import urlsplit, urlunsplit
+
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://[^\s'\"<>)\]]+", re.IGNORECASE)
+_TOKEN = re.compile(
+    r"\b(hf_[A-Za-z0-9]{4,}|AKIA[A-Z0-9]{12,}|ya29\.[\w-]+|Bearer\s+\S+|AWS4-HMAC-SHA256\s.*)", re.IGNORECASE
+)
+_QUERY_SECRET = re.compile(
+    r"((?:X-Amz-|X-Goog-|AWSAccessKeyId|Signature|token|sig|se|sp)[\w-]*=)[^&\s'\"]+", re.IGNORECASE
+)
+
+
+def url(text: str) -> str:
+    """The URL without user info, query and fragment. Object stores' URIs keep `?` and `#`: there they belong to the key."""
+    try:
+        parts = urlsplit(text)
+    except ValueError:
+        return "(unprintable URL)"
+    host = parts.netloc.rpartition("@")[2]
+    if parts.scheme in ("http", "https"):
+        return urlunsplit((parts.scheme, host, parts.path, "", ""))
+    return text.replace(parts.netloc, host, 1) if "@" in parts.netloc else text
+
+
+def text(message: str) -> str:
+    """`message` with every URL reduced and every known form of token replaced. Idempotent."""
+    cleaned = _URL.sub(lambda found: url(found[0]), message)
+    cleaned = _QUERY_SECRET.sub(r"\1***", cleaned)
+    return _TOKEN.sub("***", cleaned)

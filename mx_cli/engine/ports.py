@@ -1,0 +1,167 @@
+"""The ports: what the engine asks of a source and of a sink, and what it tells them. Knows no HTTP, no files, no GPUs.
+
+Two kinds of source exist. One that can have many reads in flight by itself implements `Source`. One that blocks
+implements `Reader`, and `threads.Lifted` makes a Source of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from mx_cli.base.cancel import Stop
+from mx_cli.base.errors import MxError
+from mx_cli.model.manifest import Entry, Listing
+
+
+@dataclass(frozen=True, slots=True)
+class ReadItem:
+    """A contiguous piece of one file: `length` bytes from `offset`; None = to the end, whose place is not known.
+
+    `whole` asks for the file from its beginning in one piece, for an origin that does not serve ranges.
+    """
+
+    entry: Entry
+    offset: int
+    length: int | None
+    whole: bool = False
+
+    @property
+    def end(self) -> int | None:
+        return None if self.length is None else self.offset + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Destination in host memory: the view is exactly as long as the item."""
+
+    view: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """Destination in a file: byte 0 of the item goes to `offset` of `fd`."""
+
+    fd: int
+    offset: int
+
+
+Dest = Host | File
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """`length` bytes at `offset` of the item's file are in place; `digest` is their xxh3-128, taken before they left the cache."""
+
+    offset: int
+    length: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """News of an item: blocks that are in place since the last news; `finished` = nothing more will come.
+
+    A finished item with `error` has `received` bytes in place, counted from its offset, all of them in reported blocks.
+    """
+
+    item: ReadItem
+    blocks: tuple[Block, ...] = ()
+    finished: bool = False
+    error: MxError | None = None
+    received: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SourceCaps:
+    """`max_in_flight`: items at once. `item_size`: bytes it likes per item. `host`: what shares a rate limit."""
+
+    max_in_flight: int
+    item_size: int
+    host: str
+
+
+class Source(Protocol):
+    """Reads items into destinations."""
+
+    @property
+    def caps(self) -> SourceCaps: ...
+
+    def start(self, item: ReadItem, dest: Dest) -> None:
+        """Begin to read; does not block. Several items may be in flight; idempotent per item."""
+
+    def poll(self, timeout: float) -> list[Done]:
+        """News since the last call; waits for at most `timeout` seconds when there is none."""
+
+    def moved(self, item: ReadItem) -> int:
+        """Bytes of a started item that have arrived so far, also those not yet reported; for stall detection and meters."""
+
+    def abort(self, item: ReadItem) -> None:
+        """Give the item up: its last Done comes soon, with an error; after that nothing more lands in the destination."""
+
+    def close(self) -> None:
+        """Abort all and release everything. Idempotent."""
+
+
+class Stream(Protocol):
+    """The bytes of one piece of a file, in order."""
+
+    def read_into(self, view: memoryview) -> int:
+        """Fill the view as far as is convenient and return how much (0 = end of the piece). Blocks; raises MxError."""
+
+    def close(self) -> None:
+        """Give the stream up; wakes a thread that is blocked in `read_into`. Any thread may call it, more than once."""
+
+
+class Reader(Protocol):
+    """A source that blocks: opens one piece of one file at a time, in as many threads as are used."""
+
+    @property
+    def caps(self) -> SourceCaps: ...
+
+    def open(self, item: ReadItem) -> Stream:
+        """Start reading. Blocks until the origin answers and has proved that the answer is the piece that was asked for.
+
+        Raises NoRanges when the origin cannot serve this piece but could serve the whole file, OriginChanged when the
+        object is not the pinned one, Unreachable when trying again may help, another MxError when it will not.
+        """
+
+    def close(self) -> None:
+        """Close idle connections. Idempotent."""
+
+
+class Origin(Reader, Protocol):
+    """Where checkpoints come from: lists, and reads."""
+
+    def listing(self, revision: str | None, stop: Stop) -> Listing:
+        """Everything under the URI at one revision. Asks the origin afresh at each call; blocks.
+
+        Raises NotFound (no such thing, or nothing in it, or not at that revision), AccessDenied, Unreachable.
+        """
+
+
+class NoRanges(Exception):
+    """The origin answers requests for a piece of this file with something else; the whole file is to be had."""
+
+
+class Sink(Protocol):
+    """Takes the bytes."""
+
+    def acquire(self, item: ReadItem) -> Dest:
+        """Where the item's bytes go. Raises NoSpace, FilesystemRefused."""
+
+    def commit(self, item: ReadItem, block: Block) -> None:
+        """The block is in place. Does not wait for the disk."""
+
+    def reset(self, entry: Entry) -> None:
+        """Forget what was committed of this file: it is read again from its beginning."""
+
+    def end(self, entry: Entry, size: int) -> None:
+        """All bytes of a file are in place; for files of unknown size this tells it."""
+
+    def raise_failure(self) -> None:
+        """Raise what went wrong behind the scenes (verification runs beside the transfer), if anything did."""
+
+
+OnRetry = Callable[[str, MxError, float, int], None]

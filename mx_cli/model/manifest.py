@@ -1,0 +1,151 @@
+"""Files, tensors and digests of a checkpoint: as an origin lists them, and as the cache vouches for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mx_cli.base import canonical
+from mx_cli.base.errors import IntegrityError, UsageError
+
+FORMAT = 1
+BLOCK = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A file as its origin lists it.
+
+    `path` is relative, with `/`. `size` in bytes, None when the origin does not say. `validator` is what the origin
+    promises to change when the bytes do (strong ETag, generation, version id); `strong` says whether it may be relied
+    on for resuming. `digests` are the origin's own, hex by kind (sha256, crc64nvme, crc32c, md5); an md5 under the kind
+    `etag-md5` is one only if the object is not encrypted with a customer key. `key` is the origin's own name for the file.
+    """
+
+    path: str
+    size: int | None
+    validator: str = ""
+    strong: bool = True
+    digests: Mapping[str, str] = field(default_factory=dict)
+    key: str = ""
+    version: str = ""
+
+    @property
+    def resumable(self) -> bool:
+        return self.strong and bool(self.validator) and self.size is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What an origin holds under a URI at one immutable revision.
+
+    `uri` is canonical and without secrets. `revision` is empty when the origin offers nothing to derive one from.
+    `ref` is the moving name it was resolved from ("" when the revision was given).
+    """
+
+    uri: str
+    revision: str
+    files: tuple[Entry, ...]
+    ref: str = ""
+
+
+def revision_of(entries: Iterable[Entry]) -> str:
+    """SHA-256 over the canonical `[key, size, validator]` rows, sorted by the keys' bytes: the revision of a plain store."""
+    rows = sorted(([e.path, e.size, e.validator] for e in entries), key=lambda row: str(row[0]).encode())
+    return canonical.sha256(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """A file that was verified: `xxh3` is the hex xxh3-128 of all its bytes; `digests` the origin's, which it matched."""
+
+    path: str
+    size: int
+    xxh3: str
+    validator: str = ""
+    digests: Mapping[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "path": self.path,
+            "size": self.size,
+            "xxh3": self.xxh3,
+            "validator": self.validator,
+            "digests": dict(self.digests),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The commit point: these files of this revision are whole and right. Immutable, one per selection.
+
+    `directory` is the snapshot's name under `snapshots/`. `tensors` holds rows [file, name, dtype, shape, blocks].
+    """
+
+    uri: str
+    revision: str
+    selection: str
+    rules: int
+    directory: str
+    files: tuple[FileRecord, ...]
+    weights: tuple[str, ...] = ()
+    tensors: tuple[tuple[str, str, str, tuple[int, ...], tuple[str, ...]], ...] = ()
+    identity: Mapping[str, str] = field(default_factory=dict)
+    version: str = ""
+    created: str = ""
+
+    @property
+    def size(self) -> int:
+        return sum(record.size for record in self.files)
+
+    def record(self, path: str) -> FileRecord | None:
+        return next((record for record in self.files if record.path == path), None)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "uri": self.uri,
+            "revision": self.revision,
+            "selection": self.selection,
+            "rules": self.rules,
+            "directory": self.directory,
+            "files": [record.to_json() for record in self.files],
+            "weights": list(self.weights),
+            "tensors": [[f, n, d, list(s), list(b)] for f, n, d, s, b in self.tensors],
+            "identity": dict(self.identity),
+            "mx": self.version,
+            "created": self.created,
+        }
+
+    @classmethod
+    def from_json(cls, data: Any, where: str) -> Manifest:
+        """Raises IntegrityError for anything but a manifest, UsageError for one of a newer format."""
+        try:
+            if data["format"] > FORMAT:
+                raise UsageError(
+                    f"the manifest {where} was written by a newer mx (format {data['format']}, known {FORMAT})"
+                )
+            return cls(
+                uri=str(data["uri"]),
+                revision=str(data["revision"]),
+                selection=str(data["selection"]),
+                rules=int(data["rules"]),
+                directory=str(data["directory"]),
+                files=tuple(
+                    FileRecord(str(f["path"]), int(f["size"]), str(f["xxh3"]), str(f["validator"]), dict(f["digests"]))
+                    for f in data["files"]
+                ),
+                weights=tuple(map(str, data["weights"])),
+                tensors=tuple((str(f), str(n), str(d), tuple(s), tuple(b)) for f, n, d, s, b in data["tensors"]),
+                identity=dict(data["identity"]),
+                version=str(data["mx"]),
+                created=str(data["created"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise IntegrityError(f"not a manifest: {where} ({error!r})") from None
+
+
+def selection_digest(paths: Iterable[str]) -> str:
+    """16 hex digits that name a resolved, sorted list of files."""
+    return canonical.sha256(sorted(paths))[:16]

@@ -1,0 +1,217 @@
+"""HTTP/1.1 on a socket: one request, one answer, the body straight into the caller's buffer.
+
+urllib3 opens the connection (proxies, TLS); from there on the bytes pass no further Python layer. Only what mx needs:
+GET and HEAD, identity encoding, Content-Length, chunked and close-delimited bodies (RFC 9112).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mx_cli.base.errors import Unreachable
+
+HEAD_LIMIT = 64 << 10
+_CHUNK_LINE_LIMIT = 4096
+_TICK = 2.0
+
+
+@dataclass(slots=True)
+class Head:
+    """Status and headers of an answer; names in lower case, repeated ones joined by a comma."""
+
+    status: int
+    headers: dict[str, str]
+    keep: bool
+    rest: bytes = b""
+
+    def get(self, name: str) -> str:
+        return self.headers.get(name, "")
+
+    @property
+    def length(self) -> int | None:
+        """Bytes of the body as the server says, None when it does not."""
+        text = self.get("content-length")
+        return int(text) if text.isdigit() and "chunked" not in self.get("transfer-encoding").lower() else None
+
+
+class Wire:
+    """A connection to one server. One request at a time; `close` may come from another thread."""
+
+    def __init__(self, sock: socket.socket, name: str, idle_limit: float) -> None:
+        self.sock = sock
+        self.name = name
+        self.tls = isinstance(sock, ssl.SSLSocket)
+        self.used = False
+        self.idle_limit = idle_limit
+        self._closed = False
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # A blocking socket with a kernel time-out: no poll(2) before each recv(2), and MSG_WAITALL works.
+        sock.settimeout(None)
+        tick = min(_TICK, idle_limit)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(tick), int(tick % 1 * 1e6)))
+        sock.setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(idle_limit), int(idle_limit % 1 * 1e6))
+        )
+
+    def receive(self, receive: Callable[[], int]) -> int:
+        """One `receive()`, again while nothing comes, until `idle_limit` has passed. Raises OSError."""
+        since = time.monotonic()
+        while True:
+            try:
+                return receive()
+            except (BlockingIOError, ssl.SSLWantReadError):
+                if self._closed:
+                    raise ConnectionAbortedError("given up") from None
+                if time.monotonic() - since >= self.idle_limit:
+                    raise TimeoutError(f"stalled: no byte for {self.idle_limit:g} s") from None
+
+    def ask(self, method: str, target: str, headers: dict[str, str]) -> Head:
+        """Send a request without a body and read the answer's head. Raises Unreachable; blocks as the socket does."""
+        lines = [f"{method} {target} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
+        try:
+            self.sock.sendall(("\r\n".join(lines) + "\r\n\r\n").encode("latin-1"))
+            head = self._read_head()
+            while head.status in (100, 102, 103):
+                head = self._read_head(head.rest)
+        except (OSError, ValueError) as error:
+            raise Unreachable(f"{self.name}: {_say(error)}") from None
+        self.used = True
+        return head
+
+    def _read_head(self, data: bytes = b"") -> Head:
+        while (end := data.find(b"\r\n\r\n")) < 0:
+            if len(data) > HEAD_LIMIT:
+                raise ValueError("the answer's head does not end")
+            more = self.some()
+            if not more:
+                raise ConnectionResetError("closed before an answer" if not data else "closed inside the answer's head")
+            data += more
+        lines = data[:end].decode("latin-1").split("\r\n")
+        version, _, rest = lines[0].partition(" ")
+        if not version.startswith("HTTP/1.") or not rest[:3].isdigit():
+            raise ValueError("the answer is not HTTP")
+        headers: dict[str, str] = {}
+        for line in lines[1:]:
+            name, _, value = line.partition(":")
+            name = name.lower()
+            value = value.strip()
+            headers[name] = f"{headers[name]}, {value}" if name in headers else value
+        connection = headers.get("connection", "").lower()
+        keep = "close" not in connection and (version != "HTTP/1.0" or "keep-alive" in connection)
+        return Head(int(rest[:3]), headers, keep, data[end + 4 :])
+
+    def some(self) -> bytes:
+        """At least one byte, or none at the end. Raises OSError."""
+        buffer = bytearray(HEAD_LIMIT)
+        return bytes(buffer[: self.receive(lambda: self.sock.recv_into(buffer))])
+
+    def shutdown(self) -> None:
+        """Wake whoever is blocked on the socket. Any thread, more than once."""
+        self._closed = True
+        with contextlib.suppress(OSError, ValueError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.shutdown()
+        with contextlib.suppress(OSError):
+            self.sock.close()
+
+
+@dataclass(slots=True)
+class Body:
+    """The body of one answer as a stream. `left` is None while its length is not known."""
+
+    wire: Wire
+    left: int | None
+    chunked: bool = False
+    rest: bytes = b""
+    clean: bool = False
+    _chunk: int = 0
+
+    def read_into(self, view: memoryview) -> int:
+        """Fill `view` as far as one wait allows; 0 = the end. Raises Unreachable when the body breaks off."""
+        try:
+            if self.chunked:
+                return self._read_chunked(view)
+            if self.left is None:
+                return self._take(view)
+            if self.left == 0:
+                self.clean = True
+                return 0
+            count = self._take(view[: min(len(view), self.left)])
+            if count == 0:
+                raise ConnectionResetError(f"the body broke off, {self.left} bytes are missing")
+            self.left -= count
+            self.clean = self.left == 0
+            return count
+        except (OSError, ValueError) as error:
+            raise Unreachable(f"{self.wire.name}: {_say(error)}") from None
+
+    def _take(self, view: memoryview) -> int:
+        if self.rest:
+            count = min(len(self.rest), len(view))
+            view[:count] = self.rest[:count]
+            self.rest = self.rest[count:]
+            return count
+        sock = self.wire.sock
+        if isinstance(sock, ssl.SSLSocket):
+            return self._take_tls(sock, view)
+        return self.wire.receive(lambda: sock.recv_into(view, len(view), socket.MSG_WAITALL))
+
+    def _take_tls(self, sock: ssl.SSLSocket, view: memoryview) -> int:
+        # A record holds 16 KiB; asking again at once saves the caller's overhead for each.
+        read = sock.read
+        done = self.wire.receive(lambda: int(read(len(view), view)))
+        while 0 < done < len(view):
+            try:
+                count = int(read(len(view) - done, view[done:]))
+            except ssl.SSLWantReadError:
+                break
+            if not count:
+                break
+            done += count
+        return done
+
+    def _read_chunked(self, view: memoryview) -> int:
+        if self.clean:
+            return 0
+        if self._chunk == 0:
+            self._chunk = int(self._line().split(b";")[0], 16)
+            if self._chunk == 0:
+                while self._line():
+                    pass
+                self.clean = True
+                return 0
+        count = self._take_some(view[: min(len(view), self._chunk)])
+        self._chunk -= count
+        if self._chunk == 0 and self._line():
+            raise ValueError("a chunk is longer than it said")
+        return count
+
+    def _take_some(self, view: memoryview) -> int:
+        count = self._take(view) if self.rest else self.wire.receive(lambda: self.wire.sock.recv_into(view))
+        if count == 0:
+            raise ConnectionResetError("the body broke off inside a chunk")
+        return count
+
+    def _line(self) -> bytes:
+        while (end := self.rest.find(b"\r\n")) < 0:
+            if len(self.rest) > _CHUNK_LINE_LIMIT:
+                raise ValueError("a chunk's size line does not end")
+            more = self.wire.some()
+            if not more:
+                raise ConnectionResetError("the body broke off between chunks")
+            self.rest += more
+        line, self.rest = self.rest[:end], self.rest[end + 2 :]
+        return line
+
+
+def _say(error: Exception) -> str:
+    text = str(error) or type(error).__name__
+    return error.strerror or text if isinstance(error, OSError) else text
