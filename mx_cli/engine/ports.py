@@ -69,7 +69,7 @@ class Done:
     item: ReadItem
     blocks: tuple[Block, ...] = ()
     finished: bool = False
-    error: MxError | None = None
+    error: MxError | NoRanges | None = None
     received: int = 0
 
 

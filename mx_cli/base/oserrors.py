@@ -1,0 +1,21 @@
+"""What the operating system's refusals mean to the user."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from mx_cli.base.errors import FilesystemRefused, MxError, NoSpace
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+def explain(error: OSError, what: str) -> MxError:
+    """NoSpace for a full disk or quota, FilesystemRefused for everything else. `what` says what was being done."""
+    said = error.strerror or str(error)
+    if error.errno in _FULL:
+        return NoSpace(f"{what}: {said}", hint="free space (mx cache gc), or choose another --cache-dir")
+    if error.errno in (errno.EACCES, errno.EPERM):
+        groups = ",".join(map(str, sorted({os.getgid(), *os.getgroups()})))
+        said += f" (this process is uid {os.geteuid()}, groups {groups})"
+    return FilesystemRefused(f"{what}: {said}")

@@ -1,0 +1,253 @@
+"""The one engine: bounded work in flight, retries, stall detection, a width that follows the throughput, stop."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import os
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from mx_cli.base.cancel import Stop
+from mx_cli.base.errors import IntegrityError, MxError, Unreachable
+from mx_cli.engine.meter import Meter
+from mx_cli.engine.ports import Done, NoRanges, OnRetry, ReadItem, Sink, Source
+from mx_cli.engine.retry import Gate, Patience
+from mx_cli.model.manifest import Entry
+
+POLL = 0.2
+WIDEN_EVERY = 1.0
+QUIET_LIMIT = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """`retry_for` and `stall_timeout` in seconds; `width` items in flight to begin with, `max_width` at most."""
+
+    retry_for: float
+    stall_timeout: float
+    width: int
+    max_width: int
+
+
+def cores() -> int:
+    """CPUs that this process may use: affinity, and the cgroup's quota (cpu.max)."""
+    count = len(os.sched_getaffinity(0))
+    try:
+        with open("/sys/fs/cgroup/cpu.max") as file:
+            quota, period = file.read().split()
+        if quota != "max":
+            count = min(count, max(1, round(int(quota) / int(period))))
+    except (OSError, ValueError):
+        pass
+    return count
+
+
+@dataclass(slots=True)
+class _Flight:
+    """An item in flight: how far it was when it last moved."""
+
+    item: ReadItem
+    patience: Patience
+    moved: int = 0
+    at: float = field(default_factory=time.monotonic)
+    stalled: bool = False
+
+
+@dataclass(slots=True)
+class _FileState:
+    """What is left of one file: bytes, or None when its size is not known; `whole` = in one piece, from the beginning."""
+
+    left: int | None
+    whole: bool = False
+    switching: bool = False
+    in_flight: int = 0
+    placed: int = 0
+
+
+class Transfer:
+    """Moves items from a source to a sink. `run` blocks until all are in place, or raises; then nothing is in flight."""
+
+    def __init__(
+        self, source: Source, sink: Sink, limits: Limits, gate: Gate, meter: Meter, stop: Stop, on_retry: OnRetry
+    ) -> None:
+        self._source, self._sink, self._limits = source, sink, limits
+        self._gate, self._meter, self._stop, self._on_retry = gate, meter, stop, on_retry
+        self._pending: deque[tuple[ReadItem, Patience]] = deque()
+        self._delayed: list[tuple[float, int, ReadItem, Patience]] = []
+        self._count = itertools.count()
+        self._flights: dict[ReadItem, _Flight] = {}
+        self._files: dict[str, _FileState] = {}
+        self._width = _Width(limits.width, limits.max_width)
+
+    def run(self, items: Iterable[ReadItem]) -> None:
+        """Raises the first error that retrying does not cure, OriginChanged, or the stop's reason."""
+        for item in items:
+            self._admit(item)
+        try:
+            while self._pending or self._delayed or self._flights:
+                self._stop.check()
+                self._sink.raise_failure()
+                self._start_some()
+                for done in self._source.poll(POLL):
+                    self._take(done)
+                self._look_for_stalls()
+                self._meter.workers = len(self._flights)
+                self._width.adapt(self._meter.fetched, len(self._flights))
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _admit(self, item: ReadItem) -> None:
+        state = self._files.setdefault(item.entry.path, _FileState(0, item.whole))
+        if item.length is None:
+            state.left = None
+        elif state.left is not None:
+            state.left += item.length
+        self._pending.append((item, self._patience(item)))
+
+    def _patience(self, item: ReadItem) -> Patience:
+        return Patience(item.entry.path, self._limits.retry_for, self._on_retry)
+
+    # -- starting ------------------------------------------------------------------------------------------------
+
+    def _start_some(self) -> None:
+        now = time.monotonic()
+        while self._delayed and self._delayed[0][0] <= now:
+            _, _, item, patience = heapq.heappop(self._delayed)
+            self._pending.appendleft((item, patience))
+        width = min(self._width.now, self._source.caps.max_in_flight)
+        while self._pending and len(self._flights) < width and not self._gate.closed_for:
+            item, patience = self._pending.popleft()
+            self._flights[item] = _Flight(item, patience)
+            self._files[item.entry.path].in_flight += 1
+            self._source.start(item, self._sink.acquire(item))
+
+    # -- news ----------------------------------------------------------------------------------------------------
+
+    def _take(self, done: Done) -> None:
+        flight = self._flights[done.item]
+        state = self._files[done.item.entry.path]
+        for block in done.blocks:
+            self._sink.commit(done.item, block)
+            self._meter.add(block.length)
+            state.placed += block.length
+            if state.left is not None:
+                state.left -= block.length
+        if not done.finished:
+            return
+        del self._flights[done.item]
+        state.in_flight -= 1
+        if state.switching:
+            self._switch(done.item.entry, state)
+        elif done.error is None:
+            if state.left in (0, None):
+                self._sink.end(done.item.entry, done.item.offset + done.received)
+        elif isinstance(done.error, NoRanges):
+            self._refused_ranges(done, state)
+        else:
+            self._again(done, flight, state, done.error)
+
+    def _again(self, done: Done, flight: _Flight, state: _FileState, error: MxError) -> None:
+        item = done.item
+        if flight.stalled and isinstance(error, Unreachable):
+            error = Unreachable(f"{item.entry.path}: stalled: no byte for {self._limits.stall_timeout:g} s")
+        if isinstance(error, Unreachable) and error.retry_after is not None:
+            self._width.halve()
+        if done.received and not state.whole:
+            flight.patience.progressed()
+        self._meter.last_error = type(error).name
+        delay = flight.patience.delay(error, self._gate)
+        self._meter.retries += 1
+        if state.whole:
+            self._restart(item.entry, state)
+        elif item.length is not None:
+            item = ReadItem(item.entry, item.offset + done.received, item.length - done.received)
+        if item.length == 0:
+            if state.left == 0:
+                self._sink.end(item.entry, item.offset)
+            return
+        heapq.heappush(self._delayed, (time.monotonic() + delay, next(self._count), item, flight.patience))
+
+    def _restart(self, entry: Entry, state: _FileState) -> None:
+        self._sink.reset(entry)
+        self._meter.lose(state.placed)
+        state.placed = 0
+        state.left = entry.size
+
+    def _refused_ranges(self, done: Done, state: _FileState) -> None:
+        if state.whole:
+            raise IntegrityError(f"{done.error}")
+        state.switching = state.whole = True
+        entry = done.item.entry
+        self._pending = deque(pair for pair in self._pending if pair[0].entry is not entry)
+        self._delayed = [row for row in self._delayed if row[2].entry is not entry]
+        heapq.heapify(self._delayed)
+        for flight in self._flights.values():
+            if flight.item.entry is entry:
+                self._source.abort(flight.item)
+        self._switch(entry, state)
+
+    def _switch(self, entry: Entry, state: _FileState) -> None:
+        """Once nothing of the file is in flight, begin it again in one piece."""
+        if state.in_flight:
+            return
+        state.switching = False
+        self._restart(entry, state)
+        item = ReadItem(entry, 0, entry.size, whole=True)
+        self._pending.appendleft((item, self._patience(item)))
+
+    # -- watching ------------------------------------------------------------------------------------------------
+
+    def _look_for_stalls(self) -> None:
+        now = time.monotonic()
+        for flight in self._flights.values():
+            moved = self._source.moved(flight.item)
+            if moved != flight.moved:
+                flight.moved, flight.at = moved, now
+                self._meter.tick()
+            elif now - flight.at > self._limits.stall_timeout and not flight.stalled:
+                flight.stalled = True
+                self._source.abort(flight.item)
+
+    def _abandon(self) -> None:
+        """Give up everything in flight and wait, briefly, until nothing lands any more; keep what did."""
+        for item in self._flights:
+            self._source.abort(item)
+        end = time.monotonic() + (1.0 if self._stop.requested else QUIET_LIMIT)
+        while self._flights and time.monotonic() < end:
+            for done in self._source.poll(POLL):
+                for block in done.blocks:
+                    self._sink.commit(done.item, block)
+                if done.finished:
+                    del self._flights[done.item]
+
+
+class _Width:
+    """Items in flight: grows while throughput grows with it, shrinks when the host asks for less."""
+
+    def __init__(self, start: int, most: int) -> None:
+        self.now = min(start, most)
+        self._most = most
+        self._best = 0.0
+        self._mark = (time.monotonic(), 0)
+        self._grew = True
+
+    def adapt(self, fetched: int, used: int) -> None:
+        since, before = self._mark
+        elapsed = time.monotonic() - since
+        if elapsed < WIDEN_EVERY:
+            return
+        rate = (fetched - before) / elapsed
+        self._mark = (time.monotonic(), fetched)
+        if used < self.now:
+            return
+        if rate > self._best * 1.1:
+            self._best = rate
+            self.now = min(self._most, self.now + max(1, self.now // 2))
+
+    def halve(self) -> None:
+        self.now = max(1, self.now // 2)
+        self._best = 0.0

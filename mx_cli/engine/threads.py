@@ -1,0 +1,201 @@
+"""Makes a Source of a Reader that blocks: one thread per item in flight."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+import xxhash
+
+from mx_cli.base.errors import MxError, TransportFailed, Unreachable
+from mx_cli.base.oserrors import explain
+from mx_cli.engine.buffers import STEP, Buffers
+from mx_cli.engine.ports import Block, Dest, Done, File, Host, NoRanges, Reader, ReadItem, SourceCaps, Stream
+from mx_cli.model.manifest import BLOCK
+
+
+class Throttle:
+    """At most `rate` bytes a second over all threads; a burst of one second is allowed."""
+
+    def __init__(self, rate: int) -> None:
+        self._rate = rate
+        self._lock = threading.Lock()
+        self._next = time.monotonic()
+
+    def take(self, count: int) -> None:
+        """Block until `count` more bytes may move."""
+        with self._lock:
+            now = time.monotonic()
+            self._next = max(self._next, now - 1.0) + count / self._rate
+            wait = self._next - now
+        if wait > 0:
+            time.sleep(wait)
+
+
+class _Flight:
+    """One item on its way."""
+
+    def __init__(self, item: ReadItem, dest: Dest) -> None:
+        self.item, self.dest = item, dest
+        self.moved = 0
+        self.aborted = False
+        self.stream: Stream | None = None
+        self.lock = threading.Lock()
+
+    def attach(self, stream: Stream) -> None:
+        with self.lock:
+            self.stream = stream
+            if self.aborted:
+                stream.close()
+
+    def abort(self) -> None:
+        with self.lock:
+            self.aborted = True
+            if self.stream:
+                self.stream.close()
+
+
+class Lifted:
+    """The Source made of a Reader. Threads are daemons: an exit does not wait for a connection that hangs."""
+
+    def __init__(self, reader: Reader, throttle: Throttle | None = None) -> None:
+        self._reader = reader
+        self._throttle = throttle
+        self._buffers = Buffers()
+        self._news: queue.SimpleQueue[Done] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[_Flight | None] = queue.SimpleQueue()
+        self._flights: dict[ReadItem, _Flight] = {}
+        self._lock = threading.Lock()
+        self._threads = 0
+        self._idle = 0
+
+    @property
+    def caps(self) -> SourceCaps:
+        return self._reader.caps
+
+    def start(self, item: ReadItem, dest: Dest) -> None:
+        with self._lock:
+            if item in self._flights:
+                return
+            flight = self._flights[item] = _Flight(item, dest)
+            spawn = self._idle == 0
+            self._threads += spawn
+            self._idle -= not spawn
+        self._work.put(flight)
+        if spawn:
+            threading.Thread(target=self._serve, name=f"read-{self._threads}", daemon=True).start()
+
+    def poll(self, timeout: float) -> list[Done]:
+        found: list[Done] = []
+        try:
+            found.append(self._news.get(timeout=timeout))
+            while True:
+                found.append(self._news.get_nowait())
+        except queue.Empty:
+            return found
+
+    def moved(self, item: ReadItem) -> int:
+        flight = self._flights.get(item)
+        return flight.moved if flight else 0
+
+    def abort(self, item: ReadItem) -> None:
+        flight = self._flights.get(item)
+        if flight:
+            flight.abort()
+
+    def close(self) -> None:
+        for flight in list(self._flights.values()):
+            flight.abort()
+        for _ in range(self._threads):
+            self._work.put(None)
+        self._reader.close()
+
+    def _serve(self) -> None:
+        while (flight := self._work.get()) is not None:
+            done = self._read(flight)
+            with self._lock:
+                del self._flights[flight.item]
+                self._idle += 1
+            self._news.put(done)
+
+    def _read(self, flight: _Flight) -> Done:
+        copy = _Copy(flight, self._throttle, lambda block: self._news.put(Done(flight.item, (block,))))
+        error: MxError | NoRanges | None = None
+        buffer = self._buffers.take()
+        try:
+            if flight.item.length != 0:
+                stream = self._reader.open(flight.item)
+                flight.attach(stream)
+                try:
+                    copy.run(stream, buffer)
+                finally:
+                    stream.close()
+        except (MxError, NoRanges) as failure:
+            error = failure
+        except OSError as failure:
+            error = explain(failure, f"writing {flight.item.entry.path}")
+        except Exception as failure:  # noqa: BLE001 - a bug in a source must reach the engine, not end a thread in silence
+            error = TransportFailed(f"reading {flight.item.entry.path}: {type(failure).__name__}: {failure}")
+            error.__cause__ = failure
+        finally:
+            self._buffers.give(buffer)
+        if flight.aborted and error is None and not copy.complete:
+            error = Unreachable(f"{flight.item.entry.path}: given up")
+        return Done(flight.item, copy.rest(), finished=True, error=error, received=copy.position - flight.item.offset)
+
+
+class _Copy:
+    """Moves one stream into one destination, and tells of each block as its last byte is in place."""
+
+    def __init__(self, flight: _Flight, throttle: Throttle | None, tell: Callable[[Block], None]) -> None:
+        self._flight, self._throttle, self._tell = flight, throttle, tell
+        self._hash = xxhash.xxh3_128()
+        self.position = self._start = flight.item.offset
+        self.complete = flight.item.length == 0
+        self._last: Block | None = None
+
+    def run(self, stream: Stream, buffer: memoryview) -> None:
+        item, dest = self._flight.item, self._flight.dest
+        end = item.end
+        while end is None or self.position < end:
+            until = (self.position // BLOCK + 1) * BLOCK
+            want = min(STEP, (until if end is None else min(until, end)) - self.position)
+            view = buffer[:want] if isinstance(dest, File) else self._window(dest, want)
+            count = stream.read_into(view)
+            if count == 0:
+                if end is None:
+                    break
+                raise Unreachable(f"{item.entry.path}: the answer ended {end - self.position} bytes early")
+            self._place(dest, view[:count])
+            if self._throttle:
+                self._throttle.take(count)
+            if self.position == until and self.position != end:
+                self._tell(self._block())
+        self.complete = True
+
+    def _window(self, dest: Host, want: int) -> memoryview:
+        start = self.position - self._flight.item.offset
+        return dest.view[start : start + want]
+
+    def _place(self, dest: Dest, view: memoryview) -> None:
+        self._hash.update(view)
+        if isinstance(dest, File):
+            at = dest.offset + self.position - self._flight.item.offset
+            written = os.pwrite(dest.fd, view, at)
+            while written < len(view):
+                written += os.pwrite(dest.fd, view[written:], at + written)
+        self.position += len(view)
+        self._flight.moved += len(view)
+
+    def _block(self) -> Block:
+        block = Block(self._start, self.position - self._start, self._hash.digest())
+        self._hash.reset()
+        self._start = self.position
+        return block
+
+    def rest(self) -> tuple[Block, ...]:
+        """The bytes since the last block that was told."""
+        return (self._block(),) if self.position > self._start else ()

@@ -1,0 +1,98 @@
+"""Streaming digests: everything that reads a file's bytes once, in order, behind the transfer.
+
+The block digests that the journal needs are taken while the bytes are in a buffer (`threads`). What needs the bytes in
+order (a whole file's sha256, the tensors' digests, a look at the format) follows the contiguous edge of each file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import xxhash
+
+from mx_cli.base.errors import IntegrityError
+
+STRONGEST_FIRST = ("sha256", "crc64nvme", "crc32c", "md5", "etag-md5")
+
+
+class Consumer(Protocol):
+    """Reads a file's bytes in order, once."""
+
+    def update(self, view: memoryview) -> None:
+        """The next bytes. Raises IntegrityError as soon as they are wrong."""
+
+    def finish(self) -> None:
+        """After the last byte. Raises IntegrityError."""
+
+
+class _Crc:
+    def __init__(self, step: Callable[[memoryview, int], int], width: int) -> None:
+        self._step, self._width, self._value = step, width, 0
+
+    def update(self, view: memoryview) -> None:
+        self._value = self._step(view, self._value)
+
+    def hexdigest(self) -> str:
+        return f"{self._value:0{self._width}x}"
+
+
+class _Hash(Protocol):
+    def update(self, view: memoryview, /) -> object: ...
+    def hexdigest(self) -> str: ...
+
+
+def new_digest(kind: str) -> _Hash:
+    """A running digest of a kind that origins give: sha256, md5, etag-md5, crc32c, crc64nvme (hex, big-endian)."""
+    if kind == "sha256":
+        return hashlib.sha256()
+    if kind in ("md5", "etag-md5"):
+        return hashlib.md5(usedforsecurity=False)
+    from awscrt import checksums
+
+    if kind == "crc32c":
+        return _Crc(checksums.crc32c, 8)
+    if kind == "crc64nvme":
+        return _Crc(checksums.crc64nvme, 16)
+    raise ValueError(kind)
+
+
+class OriginDigest:
+    """Compares a file with the strongest digest that its origin gave."""
+
+    def __init__(self, path: str, digests: Mapping[str, str]) -> None:
+        self._path = path
+        self.kind = next((kind for kind in STRONGEST_FIRST if kind in digests), "")
+        self._expected = digests.get(self.kind, "").lower()
+        self._hash = new_digest(self.kind) if self.kind else None
+
+    def update(self, view: memoryview) -> None:
+        if self._hash:
+            self._hash.update(view)
+
+    def finish(self) -> None:
+        if self._hash and self._hash.hexdigest() != self._expected:
+            raise DigestMismatch(self._path, self.kind, self._expected, self._hash.hexdigest())
+
+
+class DigestMismatch(IntegrityError):
+    """The bytes are not those that the origin's digest was made of."""
+
+    def __init__(self, path: str, kind: str, expected: str, observed: str) -> None:
+        super().__init__(f"{path}: wrong {kind} (expected {expected} from the origin, observed {observed})")
+        self.path, self.kind = path, kind
+
+
+class WholeDigest:
+    """The hex xxh3-128 of the whole file, in `value` after `finish`."""
+
+    def __init__(self) -> None:
+        self._hash = xxhash.xxh3_128()
+        self.value = ""
+
+    def update(self, view: memoryview) -> None:
+        self._hash.update(view)
+
+    def finish(self) -> None:
+        self.value = self._hash.hexdigest()

@@ -1,0 +1,53 @@
+"""Byte ranges: which pieces of which files have to be read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+Span = tuple[int, int]
+"""(start, end), end excluded."""
+
+
+def merge(spans: Iterable[Span]) -> list[Span]:
+    """Sorted, disjoint spans that cover the same bytes; touching ones become one."""
+    merged: list[Span] = []
+    for start, end in sorted(spans):
+        if start >= end:
+            continue
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def gaps(size: int, have: Iterable[Span]) -> list[Span]:
+    """What of [0, size) is not in `have`."""
+    missing: list[Span] = []
+    edge = 0
+    for start, end in merge(have):
+        if start > edge:
+            missing.append((edge, min(start, size)))
+        edge = max(edge, end)
+    if edge < size:
+        missing.append((edge, size))
+    return [span for span in missing if span[0] < span[1]]
+
+
+def split(span: Span, piece: int) -> Iterator[Span]:
+    """The span in pieces that end on multiples of `piece`, so that all leaders cut files alike."""
+    start, end = span
+    while start < end:
+        cut = min(end, (start // piece + 1) * piece)
+        yield start, cut
+        start = cut
+
+
+def pieces(size: int, have: Iterable[Span], piece: int) -> list[Span]:
+    """The missing bytes of a file in pieces of at most `piece` bytes, in order; their union with `have` is exactly [0, size)."""
+    return [part for gap in gaps(size, have) for part in split(gap, piece)]
+
+
+def total(spans: Iterable[Span]) -> int:
+    """Bytes in disjoint spans."""
+    return sum(end - start for start, end in spans)
