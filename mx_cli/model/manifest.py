@@ -27,7 +27,7 @@ class Entry:
     size: int | None
     validator: str = ""
     strong: bool = True
-    digests: Mapping[str, str] = field(default_factory=dict)
+    digests: Mapping[str, str] = field(default_factory=dict, hash=False)
     key: str = ""
     version: str = ""
 

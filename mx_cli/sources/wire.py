@@ -7,6 +7,7 @@ GET and HEAD, identity encoding, Content-Length, chunked and close-delimited bod
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import ssl
 import struct
@@ -51,9 +52,14 @@ class Wire:
         self.idle_limit = idle_limit
         self._closed = False
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        tick = min(_TICK, idle_limit)
+        if isinstance(sock, ssl.SSLSocket):
+            # With a kernel time-out a blocking SSLSocket reads for ever; with one of its own it tries before it waits.
+            sock.settimeout(tick)
+            sock.suppress_ragged_eofs = False  # type: ignore[attr-defined]
+            return
         # A blocking socket with a kernel time-out: no poll(2) before each recv(2), and MSG_WAITALL works.
         sock.settimeout(None)
-        tick = min(_TICK, idle_limit)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(tick), int(tick % 1 * 1e6)))
         sock.setsockopt(
             socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(idle_limit), int(idle_limit % 1 * 1e6))
@@ -65,9 +71,11 @@ class Wire:
         while True:
             try:
                 return receive()
-            except (BlockingIOError, ssl.SSLWantReadError):
+            except (BlockingIOError, ssl.SSLWantReadError, TimeoutError) as error:
                 if self._closed:
                     raise ConnectionAbortedError("given up") from None
+                if error.errno == errno.ETIMEDOUT:
+                    raise
                 if time.monotonic() - since >= self.idle_limit:
                     raise TimeoutError(f"stalled: no byte for {self.idle_limit:g} s") from None
 
@@ -111,6 +119,11 @@ class Wire:
         buffer = bytearray(HEAD_LIMIT)
         return bytes(buffer[: self.receive(lambda: self.sock.recv_into(buffer))])
 
+    @property
+    def given_up(self) -> bool:
+        """Whether this side ended the connection: then an end of the body means nothing."""
+        return self._closed
+
     def shutdown(self) -> None:
         """Wake whoever is blocked on the socket. Any thread, more than once."""
         self._closed = True
@@ -140,7 +153,10 @@ class Body:
             if self.chunked:
                 return self._read_chunked(view)
             if self.left is None:
-                return self._take(view)
+                count = self._take(view)
+                if count == 0 and self.wire.given_up:
+                    raise ConnectionAbortedError("given up")
+                return count
             if self.left == 0:
                 self.clean = True
                 return 0
@@ -171,7 +187,7 @@ class Body:
         while 0 < done < len(view):
             try:
                 count = int(read(len(view) - done, view[done:]))
-            except ssl.SSLWantReadError:
+            except (ssl.SSLWantReadError, TimeoutError):
                 break
             if not count:
                 break

@@ -1,0 +1,131 @@
+"""What is asked of a server and what its answer means: targets, refusals, and the checks before a byte is used."""
+
+from __future__ import annotations
+
+import email.utils
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from mx_cli.base.errors import AccessDenied, IntegrityError, MxError, NotFound, OriginChanged, Unreachable
+from mx_cli.engine.ports import NoRanges, ReadItem
+from mx_cli.sources.wire import Head
+
+AGAIN_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504, 509, 520, 521, 522, 523, 524, 529})
+
+Sign = Callable[[str, str, dict[str, str]], dict[str, str]]
+"""(method, url, headers) -> all headers to send; called for each request, so that credentials stay fresh."""
+
+
+def unsigned(method: str, url: str, headers: dict[str, str]) -> dict[str, str]:
+    return headers
+
+
+Explain = Callable[[str, Head, bytes], MxError | None]
+"""(what was asked for, head, up to 64 KiB of the body) -> the error that a refusal means, None for the usual one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """How to fetch one file: its URL, how to sign for it, and the answer headers that must equal what was pinned."""
+
+    url: str
+    what: str
+    sign: Sign = unsigned
+    headers: Mapping[str, str] = field(default_factory=dict)
+    pinned: Mapping[str, str] = field(default_factory=dict)
+    explain: Explain = lambda what, head, body: None
+    follow: bool = True
+
+
+def refusal(what: str, head: Head, body: bytes = b"") -> MxError:
+    """What a status outside 2xx and 3xx means."""
+    status = head.status
+    seen = f"{what}: HTTP {status}"
+    if status in (401, 407):
+        return AccessDenied(f"{seen}, credentials are missing or refused")
+    if status == 403:
+        return AccessDenied(f"{seen}, access denied")
+    if status in (404, 410):
+        return NotFound(f"{seen}, not found")
+    if status == 412:
+        return OriginChanged(f"{seen}, the object is not the one that was listed")
+    if status in AGAIN_STATUS:
+        return Unreachable(seen, retry_after=_retry_after(head))
+    return Unreachable(seen, permanent=True)
+
+
+def _retry_after(head: Head) -> float | None:
+    text = head.get("retry-after")
+    if not text:
+        return None
+    if text.isdigit():
+        return float(text)
+    moment = email.utils.parsedate_tz(text)
+    return max(0.0, email.utils.mktime_tz(moment) - time.time()) if moment else None
+
+
+def check_answer(target: Target, item: ReadItem, head: Head, ranged: bool) -> None:
+    """Raise unless the answer is the piece asked for of the object that was pinned. See `Reader.open`."""
+    what, entry = target.what, item.entry
+    encoding = head.get("content-encoding").lower()
+    # aws-chunked is what some uploaders leave in an object's metadata; the bytes are plain.
+    if encoding not in ("", "identity", "aws-chunked"):
+        raise IntegrityError(f"{what}: the origin sent Content-Encoding {encoding}, though identity was asked for")
+    proved = False
+    for name, value in target.pinned.items():
+        seen = head.get(name)
+        if seen and bare_tag(seen) != bare_tag(value):
+            raise OriginChanged(f"{what}: the object changed ({name}: expected {value}, observed {seen})")
+        proved = proved or bool(seen)
+    if not proved:
+        refuse_html(what, entry.path, head)
+    if not ranged:
+        _check_total(what, entry.size, head.length, "Content-Length")
+        return
+    span = head.get("content-range")
+    if not span:
+        if (
+            head.status == 200
+            and item.offset == 0
+            and item.length is not None
+            and head.length == item.length == entry.size
+        ):
+            return
+        raise NoRanges(f"{what}: the origin does not serve ranges (HTTP {head.status} without Content-Range)")
+    first, last, total = parse_content_range(span)
+    if entry.size is not None and total is not None:
+        _check_total(what, entry.size, total, "Content-Range")
+    if first != item.offset or (item.end is not None and last != item.end - 1):
+        raise NoRanges(f"{what}: asked for {item.offset}-{(item.end or 0) - 1}, the origin answered {span!r}")
+    if head.length is not None and item.length is not None and head.length != item.length:
+        raise NoRanges(f"{what}: asked for {item.length} bytes, the origin sends {head.length}")
+
+
+def refuse_html(what: str, path: str, head: Head) -> None:
+    """Raise IntegrityError for a page in place of a file: proxies and CDNs send log-in and error pages with status 200."""
+    kind = head.get("content-type").split(";")[0].strip().lower()
+    if kind == "text/html" and not path.lower().endswith((".html", ".htm")):
+        raise IntegrityError(f"{what}: got text/html, {head.get('content-length') or 'unknown'} bytes, not the file")
+
+
+def bare_tag(text: str) -> str:
+    """An entity tag without quotes and weakness mark; other values as they are."""
+    return text.removeprefix("W/").strip('"')
+
+
+def parse_content_range(text: str) -> tuple[int, int, int | None]:
+    """(first, last, total) of `bytes 0-99/1234`; (-1, -1, None) for anything else."""
+    unit, _, rest = text.partition(" ")
+    span, _, total = rest.partition("/")
+    first, _, last = span.partition("-")
+    if unit.lower() != "bytes" or not first.isdigit() or not last.isdigit():
+        return -1, -1, None
+    return int(first), int(last), int(total) if total.isdigit() else None
+
+
+def _check_total(what: str, expected: int | None, observed: int | None, source: str) -> None:
+    if expected is not None and observed is not None and expected != observed:
+        raise IntegrityError(
+            f"{what}: wrong size (expected {expected} bytes from the listing, observed {observed} in {source})"
+        )

@@ -1,0 +1,174 @@
+"""Connections: opened through urllib3 (proxies, TLS), kept idle for reuse, and what it means when one does not open."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+from urllib.request import proxy_bypass_environment  # type: ignore[attr-defined]
+
+from mx_cli.base import redact
+from mx_cli.base.config import Settings
+from mx_cli.base.errors import AccessDenied, MxError, Unreachable, UsageError
+from mx_cli.sources.wire import Head, Wire
+
+if TYPE_CHECKING:
+    from urllib3.connection import HTTPConnection
+
+CERTIFICATE_HINT = (
+    "trust the CA with --ca-bundle FILE, MX_CA_BUNDLE, SSL_CERT_FILE, REQUESTS_CA_BUNDLE or AWS_CA_BUNDLE"
+)
+
+
+class Connections:
+    """The connections of one command. Thread-safe."""
+
+    def __init__(self, settings: Settings, environ: Mapping[str, str]) -> None:
+        self._settings = settings
+        self._proxies = {
+            name[:-6].lower(): value for name, value in environ.items() if name.lower().endswith("_proxy") and value
+        }
+        if "REQUEST_METHOD" in environ:
+            self._proxies.pop("http", None)
+        self._lock = threading.Lock()
+        self._idle: dict[tuple[str, str, int], list[Wire]] = {}
+        self._names: dict[str, int] = {}
+        self._context: ssl.SSLContext | None = None
+        self._closed = False
+
+    def take(self, address: tuple[str, str, int]) -> Wire:
+        """A connection to (scheme, host, port), an idle one if there is one. Blocks; raises Unreachable, AccessDenied."""
+        with self._lock:
+            idle = self._idle.get(address)
+            if idle:
+                return idle.pop()
+        return self._connect(*address)
+
+    def _connect(self, scheme: str, host: str, port: int) -> Wire:
+        place = f"{host}:{port}"
+        try:
+            connection = self._opened(scheme, host, port)
+        except (OSError, ValueError) as error:
+            raise self._explain(place, error) from None
+        except Exception as error:
+            # urllib3 wraps what the socket said in classes of its own.
+            from urllib3.exceptions import HTTPError
+
+            if not isinstance(error, HTTPError):
+                raise
+            cause = error.__cause__ or error.__context__ or error
+            raise self._explain(place, cause if isinstance(cause, OSError) else error) from None
+        sock = connection.sock
+        connection.sock = None
+        return Wire(sock, place, self._settings.stall_timeout)
+
+    def _opened(self, scheme: str, host: str, port: int) -> HTTPConnection:
+        from urllib3.connection import HTTPConnection, HTTPSConnection
+
+        timeout = self._settings.connect_timeout
+        proxy = self._proxy(scheme, host, port)
+        far = urlsplit(proxy) if proxy else None
+        to_host, to_port = (far.hostname or "", far.port or 3128) if far else (host, port)
+        connection: HTTPConnection
+        if scheme == "https":
+            connection = HTTPSConnection(
+                to_host,
+                to_port,
+                timeout=timeout,
+                ssl_context=self._ssl(),
+                server_hostname=host,
+                assert_hostname=self._verify(host),
+            )
+            if proxy:
+                connection.set_tunnel(host, port, headers=_proxy_authorization(proxy))
+        else:
+            connection = HTTPConnection(to_host, to_port, timeout=timeout)
+        connection.connect()
+        return connection
+
+    def _verify(self, host: str) -> Any:
+        return False if self._settings.insecure else host
+
+    def _explain(self, place: str, error: Exception) -> MxError:
+        if "CERTIFICATE_VERIFY_FAILED" in str(error) or isinstance(error, ssl.SSLCertVerificationError):
+            reason = getattr(error, "verify_message", "") or "self-signed or unknown CA"
+            return AccessDenied(f"{place}: certificate verify failed: {reason}", hint=CERTIFICATE_HINT)
+        if isinstance(error, socket.gaierror) or "NameResolution" in type(error).__name__:
+            with self._lock:
+                self._names[place] = self._names.get(place, 0) + 1
+                again = self._names[place] < 4
+            return Unreachable(f"{place}: the host name does not resolve", permanent=not again)
+        if isinstance(error, ssl.SSLError):
+            return Unreachable(f"{place}: TLS failed: {error.reason or error}", permanent=True)
+        said = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
+        return Unreachable(f"{place}: cannot connect: {redact.text(said)}")
+
+    def _ssl(self) -> ssl.SSLContext:
+        with self._lock:
+            if self._context is None:
+                self._context = tls_context(self._settings)
+            return self._context
+
+    def _proxy(self, scheme: str, host: str, port: int) -> str | None:
+        if not self._proxies or proxy_bypass_environment(f"{host}:{port}", self._proxies):
+            return None
+        return self._proxies.get(scheme) or self._proxies.get("all")
+
+    def plain_proxy(self, address: tuple[str, str, int]) -> dict[str, str] | None:
+        """The headers for the proxy that unencrypted requests to `address` go through; None when they go straight."""
+        proxy = self._proxy(*address) if address[0] == "http" else None
+        return None if proxy is None else _proxy_authorization(proxy)
+
+    def give_back(self, wire: Wire, head: Head, clean: bool) -> None:
+        """Keep the connection for the next request if its answer was read to the end (`clean`), else close it."""
+        address = (("https" if wire.tls else "http"), *_split(wire.name))
+        with self._lock:
+            if clean and head.keep and not self._closed:
+                self._idle.setdefault(address, []).append(wire)
+                return
+        wire.close()
+
+    def close(self) -> None:
+        """Close idle connections. Idempotent."""
+        with self._lock:
+            self._closed = True
+            idle = [wire for wires in self._idle.values() for wire in wires]
+            self._idle.clear()
+        for wire in idle:
+            wire.close()
+
+
+def tls_context(settings: Settings) -> ssl.SSLContext:
+    """The system's trust plus `ca_bundle`; HTTP/1.1 only. Raises UsageError for an unreadable bundle."""
+    try:
+        context = ssl.create_default_context()
+        if settings.ca_bundle:
+            where = settings.ca_bundle
+            context.load_verify_locations(
+                cafile=None if where.is_dir() else where, capath=where if where.is_dir() else None
+            )
+    except (OSError, ssl.SSLError) as error:
+        raise UsageError(f"cannot read the CA bundle {settings.ca_bundle}: {error}") from None
+    context.set_alpn_protocols(["http/1.1"])
+    if settings.insecure:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def _proxy_authorization(proxy: str) -> dict[str, str]:
+    from urllib3.util import make_headers
+
+    parts = urlsplit(proxy)
+    if parts.username is None:
+        return {}
+    made = make_headers(proxy_basic_auth=f"{parts.username}:{parts.password or ''}")
+    return {"Proxy-Authorization": made["proxy-authorization"]}
+
+
+def _split(place: str) -> tuple[str, int]:
+    host, _, port = place.rpartition(":")
+    return host, int(port)
