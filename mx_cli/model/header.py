@@ -31,6 +31,7 @@ BITS = {
     "C64": 64, "F64": 64, "I64": 64, "U64": 64,
 }  # fmt: skip
 
+_SPACES = " \t\n\r"
 _SPACE = re.compile(r"[ \t\n\r]*")
 _LFS = re.compile(rb"version https://git-lfs\.github\.com/spec/v\d+\s+oid \S+\s+size (\d+)")
 _LFS_START = b"version https://git-lfs"
@@ -290,6 +291,8 @@ class _Reader:
         return value, end
 
     def _space(self, pos: int) -> int:
+        if self.text[pos : pos + 1] not in _SPACES:
+            return pos
         match = _SPACE.match(self.text, pos)
         return match.end() if match else pos
 

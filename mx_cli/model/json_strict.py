@@ -26,9 +26,10 @@ from mx_cli.base.errors import MxError, UsageError
 MAX_BYTES = 128 << 20
 MAX_DEPTH = 128
 MAX_LITERAL = 1000
-MAX_VALUES = 3_000_000
+MAX_VALUES = 500_000
 
 _BOM = b"\xef\xbb\xbf"
+_SPACES = " \t\n\r"
 _SPACE = re.compile(r"[ \t\n\r]*")
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?", re.ASCII)
 _WORD = re.compile(r"-?[A-Za-z]+", re.ASCII)
@@ -38,11 +39,11 @@ _NON_FINITE = ("Infinity", "-Infinity", "NaN")
 _SHOWN_KEYS = 6
 
 
-def parse(data: bytes, name: str, *, error: type[MxError] = UsageError) -> Any:
+def parse(data: bytes, name: str, *, error: type[MxError] = UsageError, max_values: int = MAX_VALUES) -> Any:
     """The value of a JSON document; `name` is the file that `error` (raised for everything refused) speaks of."""
     if len(data) > MAX_BYTES:
         raise error(f"not a JSON file that mx reads ({name}: {len(data)} bytes, expected at most {MAX_BYTES})")
-    return _Document(_decode(data, name, error), data.startswith(_BOM), name, error).value()
+    return _Document(_decode(data, name, error), data.startswith(_BOM), name, error, max_values).value()
 
 
 def _decode(data: bytes, name: str, error: type[MxError]) -> str:
@@ -63,8 +64,8 @@ def _decode(data: bytes, name: str, error: type[MxError]) -> str:
 class _Document:
     """One parse. `open` are the containers not yet closed, `at` the key or the index being read in each."""
 
-    def __init__(self, text: str, bom: bool, name: str, error: type[MxError]) -> None:
-        self.text, self.bom, self.name, self.error = text, bom, name, error
+    def __init__(self, text: str, bom: bool, name: str, error: type[MxError], max_values: int) -> None:
+        self.text, self.bom, self.name, self.error, self.max_values = text, bom, name, error, max_values
         self.open: list[Any] = []
         self.at: list[str | int] = []
         self.count = 0
@@ -81,8 +82,8 @@ class _Document:
     def _start(self, pos: int) -> tuple[bool, Any, int]:
         """Read a value: (True, value, its end), or (False, None, place of its first member) when it opens a container."""
         self.count += 1
-        if self.count > MAX_VALUES:
-            raise self._refusal(pos, f"more than {MAX_VALUES} values")
+        if self.count > self.max_values:
+            raise self._refusal(pos, f"more than {self.max_values} values")
         char = self.text[pos : pos + 1]
         if char == '"':
             return True, *self._string(pos)
@@ -174,6 +175,8 @@ class _Document:
         return value
 
     def _space(self, pos: int) -> int:
+        if self.text[pos : pos + 1] not in _SPACES:
+            return pos
         match = _SPACE.match(self.text, pos)
         return match.end() if match else pos
 
