@@ -28,6 +28,7 @@ class Meter:
         self.throttled_until = 0.0
         self.last_error = ""
         self.ticks = 0
+        self.waits_until = 0.0
         self._marks: deque[tuple[float, int]] = deque([(time.monotonic(), 0)])
 
     def add(self, count: int) -> None:
@@ -51,6 +52,11 @@ class Meter:
     def tick(self) -> None:
         with self._lock:
             self.ticks += 1
+
+    def waiting(self, seconds: float) -> None:
+        """A wait with a known limit begins (an fsync, a listing, an announced pause): silence until then is no death."""
+        with self._lock:
+            self.waits_until = max(self.waits_until, time.monotonic() + seconds)
 
     def file_done(self) -> None:
         with self._lock:

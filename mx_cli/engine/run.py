@@ -161,6 +161,7 @@ class Transfer:
         self._meter.last_error = type(error).name
         delay = flight.patience.delay(error, self._gate)
         self._meter.retries += 1
+        self._meter.waiting(delay + POLL)
         if state.whole:
             self._restart(item.entry, state)
         elif item.length is not None:
@@ -233,7 +234,6 @@ class _Width:
         self._most = most
         self._best = 0.0
         self._mark = (time.monotonic(), 0)
-        self._grew = True
 
     def adapt(self, fetched: int, used: int) -> None:
         since, before = self._mark

@@ -1,0 +1,87 @@
+"""The leader's signs of life, from a thread of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from mx_cli.base import canonical
+from mx_cli.base.errors import MxError
+from mx_cli.cache.layout import write_private
+from mx_cli.cache.lease import Lease
+from mx_cli.engine.meter import Meter
+
+WAIT_LIMIT = 300.0
+
+
+class Deposed(MxError):
+    """A higher term exists: another process leads. Not an error for the user; the flow goes on as a follower."""
+
+
+class Beat:
+    """Renames `beat.<term>.<seq>.<bytes>` every `interval` seconds while the meter shows progress. A context manager.
+
+    `on_deposed` is called once, from the beat's thread, when a listing shows a higher term.
+    """
+
+    def __init__(self, lease: Lease, term: int, meter: Meter, interval: float, on_deposed: Callable[[], None]) -> None:
+        self._lease, self._term, self._meter, self._interval = lease, term, meter, interval
+        self._on_deposed = on_deposed
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="beat", daemon=True)
+        self._seq = 0
+        self._name = ""
+        self._note: dict[str, Any] = {}
+        self._note_name = ""
+
+    def __enter__(self) -> Beat:
+        self._beat()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._end.set()
+        self._thread.join(timeout=self._interval + 1)
+
+    def _run(self) -> None:
+        ticks = -1
+        while not self._end.wait(self._interval):
+            try:
+                if self._lease.look().term > self._term:
+                    self._on_deposed()
+                    return
+                if self._meter.ticks != ticks or time.monotonic() < self._meter.waits_until:
+                    ticks = self._meter.ticks
+                    self._beat()
+                self._tell()
+            except (OSError, MxError):
+                # A cache that does not answer shows no sign of life; the transfer meets the same error and reports it.
+                continue
+
+    def _beat(self) -> None:
+        self._seq += 1
+        name = f"beat.{self._term}.{self._seq}.{self._meter.done}"
+        try:
+            os.rename(self._lease.path / self._name, self._lease.path / name)
+        except OSError:
+            write_private(self._lease.path / name, b"", sync=False)
+        self._name = name
+
+    def _tell(self) -> None:
+        """Write a note when something worth knowing changed: how the others learn why it is slow."""
+        meter = self._meter
+        note = {"phase": meter.phase, "retries": meter.retries, "error": meter.last_error, "total": meter.total}
+        if meter.throttled_until > time.time():
+            note["throttled_until"] = round(meter.throttled_until)
+        if note == self._note:
+            return
+        name = f"note.{self._term}.{self._seq}"
+        write_private(self._lease.path / name, canonical.dumps(note), sync=False)
+        if self._note_name:
+            with contextlib.suppress(OSError):
+                os.unlink(self._lease.path / self._note_name)
+        self._note, self._note_name = note, name

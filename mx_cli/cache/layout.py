@@ -1,0 +1,295 @@
+"""The tree of the shared cache.
+
+    ROOT/
+      CACHEDIR.TAG   format                        {"format":1,"reads_need":1,"writes_need":1}
+      models/<slug>/                               readable name + 10 hex digits of the canonical URI
+        origin.json                                the URI without secrets
+        refs/<name>.json                           a moving name -> revision, and when that was
+        snapshots/<revision>[+<8hex>]/…            the checkpoint's own files; never written in place
+        manifests/<revision>/<selection>.json      immutable, written last: the commit point
+        staging/<revision>/<16hex>.part.<term>     parts, and journal.<term>
+        lease/<revision>/                          lead.<term> beat.<term>.<seq>.<bytes> note.<term>.<seq>
+                                                   left.<term> failed.<term> lock
+        pins/<name>.json   used/<revision>/<yyyymmdd>
+
+No name of ours is longer than 143 bytes. Other processes and hosts are heard through directory listings only: on network
+file systems a listing is fresh where a look-up of a name may be answered from a cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mx_cli.base import canonical
+from mx_cli.base.errors import FilesystemRefused, UsageError
+from mx_cli.base.oserrors import explain
+
+FORMAT = 1
+TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# A cache of mx. Backup programs may leave it out.\n"
+HIDDEN = frozenset({errno.ENOENT, errno.ESTALE})
+
+T = TypeVar("T")
+
+
+def slug(uri: str) -> str:
+    """A directory name for a canonical URI: its readable end, and 10 hex digits that tell it from all others."""
+    path = uri.partition("://")[2] or uri
+    readable = "-".join(part for part in path.split("/") if part)[-60:]
+    readable = re.sub(r"[^A-Za-z0-9._-]+", "-", readable).strip("-.") or "model"
+    return f"{readable}-{hashlib.sha256(uri.encode()).hexdigest()[:10]}"
+
+
+def part_id(path: str) -> str:
+    """16 hex digits that stand for a relative path inside staging."""
+    return hashlib.sha256(path.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+
+
+def names(directory: Path) -> list[str]:
+    """The directory's names; empty when it is not there. Raises FilesystemRefused."""
+    try:
+        return os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise explain(error, f"listing {directory}") from None
+
+
+def make_dirs(directory: Path) -> None:
+    """Like mkdir -p. Raises FilesystemRefused naming owner, mode and who we are."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise refused(error, f"creating {directory}", directory) from None
+
+
+def refused(error: OSError, what: str, path: Path) -> FilesystemRefused:
+    """The refusal with the state of the nearest directory that exists."""
+    found = explain(error, what)
+    if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+        raise found
+    near = next((parent for parent in (path, *path.parents) if parent.exists()), Path("/"))
+    info = near.stat()
+    mode = stat.S_IMODE(info.st_mode)
+    hint = (
+        "in Kubernetes set securityContext.fsGroup, or chown the volume once (initial chown); else choose --cache-dir"
+    )
+    if error.errno == errno.EROFS:
+        hint = "mount the volume writable for the pod that fills it"
+    return FilesystemRefused(f"{found.what}; {near} belongs to {info.st_uid}:{info.st_gid}, mode {mode:04o}", hint=hint)
+
+
+def write_private(path: Path, data: bytes, *, sync: bool = True) -> None:
+    """Write a new file that nobody reads under this name yet. Raises NoSpace, FilesystemRefused."""
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(fd, view) :]
+            if sync:
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise refused(error, f"writing {path}", path.parent) from None
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replace `path` in one step; readers see the old or the new content, never a part of it."""
+    temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
+    write_private(temporary, data)
+    try:
+        os.rename(temporary, path)
+        sync_directory(path.parent)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise explain(error, f"renaming to {path}") from None
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the directory's names durable, where the file system knows how."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
+    finally:
+        os.close(fd)
+
+
+def seen(what: Callable[[], T], patience: float, *, within: Path) -> T:
+    """`what()`, again while look-ups hide a name that listings show, for at most `patience` seconds. Raises OSError.
+
+    Network file systems remember for up to a minute that a name was not there; a listing knows better.
+    """
+    end = time.monotonic() + patience
+    while True:
+        try:
+            return what()
+        except OSError as error:
+            hidden = error.errno in HIDDEN and error.filename and is_listed(Path(error.filename), within)
+            if not hidden or time.monotonic() >= end:
+                raise
+        time.sleep(0.1)
+
+
+def is_listed(path: Path, within: Path) -> bool:
+    """Whether listings, from `within` downwards, show the path, or show a directory on its way that cannot be entered yet."""
+    place = within
+    for name in path.relative_to(within).parts:
+        try:
+            if name not in os.listdir(place):
+                return False
+        except OSError as error:
+            return error.errno in HIDDEN and place != within
+        place = place / name
+    return True
+
+
+def read_json(path: Path) -> Any:
+    """The document, or None when it is missing, hidden, unreadable or not JSON (yet)."""
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+class Cache:
+    """A cache root. Opening one writes nothing."""
+
+    def __init__(self, root: Path, *, chosen: bool = True) -> None:
+        self.root = root
+        self.chosen = chosen
+        self._check_format()
+
+    def _check_format(self) -> None:
+        data = read_json(self.root / "format")
+        if isinstance(data, dict) and int(data.get("reads_need", 1)) > FORMAT:
+            raise UsageError(
+                f"the cache {self.root} has a newer format ({data.get('format')}, known {FORMAT})",
+                hint="use the newer mx, or another --cache-dir",
+            )
+        self.writable_format = not isinstance(data, dict) or int(data.get("writes_need", 1)) <= FORMAT
+
+    def prepare(self) -> None:
+        """Create what a cache root needs. Idempotent; raises FilesystemRefused."""
+        if not self.writable_format:
+            raise UsageError(f"the cache {self.root} may only be written by a newer mx")
+        make_dirs(self.root)
+        self._share_with_group()
+        present = set(names(self.root))
+        if "format" not in present:
+            data = {"format": FORMAT, "reads_need": FORMAT, "writes_need": FORMAT}
+            write_atomic(self.root / "format", canonical.dumps(data))
+        if "CACHEDIR.TAG" not in present:
+            write_atomic(self.root / "CACHEDIR.TAG", TAG.encode())
+        make_dirs(self.root / "models")
+
+    def _share_with_group(self) -> None:
+        """In a group-writable root everything is made group-writable, whatever the umask: Kubernetes cannot set one."""
+        if self.root.stat().st_mode & stat.S_IWGRP:
+            mask = os.umask(0)
+            os.umask(mask & ~0o070)
+
+    @property
+    def models(self) -> Path:
+        return self.root / "models"
+
+    def model(self, uri: str) -> Model:
+        return Model(self.models / slug(uri), uri)
+
+    def all_models(self) -> Iterator[Model]:
+        """Every model with a readable origin.json."""
+        for name in sorted(names(self.models)):
+            origin = read_json(self.models / name / "origin.json")
+            if isinstance(origin, dict) and isinstance(origin.get("uri"), str):
+                yield Model(self.models / name, origin["uri"])
+
+
+class Model:
+    """One model's directory."""
+
+    def __init__(self, path: Path, uri: str) -> None:
+        self.path, self.uri = path, uri
+
+    @property
+    def exists(self) -> bool:
+        return self.path.name in names(self.path.parent)
+
+    def snapshot(self, directory: str) -> Path:
+        return self.path / "snapshots" / directory
+
+    def manifests(self, revision: str) -> Path:
+        return self.path / "manifests" / revision
+
+    def staging(self, revision: str) -> Path:
+        return self.path / "staging" / revision
+
+    def lease(self, revision: str) -> Path:
+        return self.path / "lease" / revision
+
+    @property
+    def refs(self) -> Path:
+        return self.path / "refs"
+
+    @property
+    def pins(self) -> Path:
+        return self.path / "pins"
+
+    def used(self, revision: str) -> Path:
+        return self.path / "used" / revision
+
+    def prepare(self) -> None:
+        """Create the model's directory and say what it is of. Idempotent."""
+        make_dirs(self.path)
+        if "origin.json" not in names(self.path):
+            write_atomic(self.path / "origin.json", canonical.dumps({"uri": self.uri}))
+
+    def write_ref(self, name: str, revision: str) -> None:
+        """Remember what a moving name was resolved to."""
+        path = self.refs / f"{ref_file(name)}.json"
+        known = read_json(path)
+        if (
+            isinstance(known, dict)
+            and known.get("revision") == revision
+            and time.time() - known.get("resolved", 0) < 60
+        ):
+            return
+        make_dirs(self.refs)
+        write_atomic(path, canonical.dumps({"name": name, "revision": revision, "resolved": round(time.time(), 3)}))
+
+    def read_ref(self, name: str) -> tuple[str, float] | None:
+        """(revision, when it was resolved in seconds since 1970) of a moving name."""
+        data = read_json(self.refs / f"{ref_file(name)}.json")
+        if not isinstance(data, dict) or not isinstance(data.get("revision"), str):
+            return None
+        return data["revision"], float(data.get("resolved", 0.0))
+
+    def mark_used(self, revision: str) -> None:
+        """Leave today's mark, for gc; best effort, and nothing on a read-only mount."""
+        day = time.strftime("%Y%m%d", time.gmtime())
+        directory = self.used(revision)
+        if day in names(directory) or not os.access(self.path, os.W_OK):
+            return
+        with contextlib.suppress(OSError, FilesystemRefused):
+            make_dirs(directory)
+            os.close(os.open(directory / day, os.O_WRONLY | os.O_CREAT, 0o666))
+
+
+def ref_file(name: str) -> str:
+    """A moving name as a file name; a name with unusual characters is told apart by a digest."""
+    plain = re.sub(r"[^A-Za-z0-9._-]", "-", name)[:80].lstrip(".") or "ref"
+    return plain if plain == name else f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:10]}"

@@ -1,0 +1,282 @@
+"""Who downloads: numbers by link, signs of life by rename, everything heard by listings.
+
+A leader owns `lead.<term>`, the highest there is; the term is its fencing token. It lives as long as the name of its
+`beat.<term>.<seq>.<bytes>` changes within the TTL, judged by each observer on its own monotonic clock. Nothing here makes
+the cache correct; it only saves double work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mx_cli.base import canonical, redact
+from mx_cli.base.errors import MxError, by_name
+from mx_cli.base.oserrors import explain
+from mx_cli.base.version import VERSION
+from mx_cli.cache.layout import make_dirs, names, read_json, write_private
+
+NO_LINK = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EACCES, errno.EXDEV})
+LOCK_TRIES = 10
+
+
+@dataclass(frozen=True)
+class View:
+    """What a listing of a lease directory says. `term` 0 = nobody ever led."""
+
+    term: int = 0
+    beat: str = ""
+    seq: int = -1
+    bytes_done: int = 0
+    note: str = ""
+    left: bool = False
+    failed: bool = False
+
+    @property
+    def sign(self) -> tuple[int, str]:
+        """Changes with every sign of life."""
+        return self.term, self.beat
+
+
+def whoami(node: str, namespace: str) -> dict[str, Any]:
+    """This process, for people and for the fast path: pid and start time mean something within one boot and pid namespace."""
+    return {
+        "host": socket.gethostname(),
+        "node": node,
+        "namespace": namespace,
+        "pid": os.getpid(),
+        "user": os.geteuid(),
+        "started": round(time.time(), 3),
+        "boot": _boot_id(),
+        "pidns": _pid_namespace(),
+        "start": _start_time(os.getpid()),
+        "mx": VERSION,
+    }
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _pid_namespace() -> int:
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def _start_time(pid: int) -> str:
+    """The process's start time in clock ticks since boot; empty when there is no such process, or only its corpse."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]
+
+
+class Lease:
+    """The lease directory of one revision."""
+
+    def __init__(self, path: Path, node: str = "", namespace: str = "") -> None:
+        self.path = path
+        self._me = {"node": node, "namespace": namespace}
+        self._token = ""
+        self._lock_fd = -1
+        self.lock_works = True
+        self._names: dict[int, str] = {}
+
+    # -- seeing --------------------------------------------------------------------------------------------------
+
+    def look(self) -> View:
+        """The present state, from one listing."""
+        return view(names(self.path))
+
+    def record(self, term: int) -> Mapping[str, Any]:
+        """The lead record of a term; empty when it cannot be read (yet)."""
+        data = read_json(self.path / f"lead.{term}")
+        return data if isinstance(data, dict) else {}
+
+    def leader(self, term: int) -> str:
+        """`node/pid` of a term's leader, for people."""
+        if term not in self._names:
+            record = self.record(term)
+            if not record:
+                return f"term {term}"
+            self._names[term] = f"{record.get('node') or record.get('host')}/{record.get('pid')}"
+        return self._names[term]
+
+    def surely_dead(self, term: int) -> bool:
+        """Whether the leader is gone beyond doubt: same boot and pid namespace and no such process, or its lock is free.
+
+        The lock proves something only on one kernel and one mount (same boot, device and inode) where flock tells the truth.
+        """
+        record = self.record(term)
+        if not record or not record.get("boot") or record.get("boot") != _boot_id():
+            return False
+        if record.get("pidns") and record.get("pidns") == _pid_namespace():
+            return record.get("start") != _start_time(int(record.get("pid", 0)))
+        return self._lock_is_free(record.get("lock"))
+
+    def _lock_is_free(self, place: Any) -> bool:
+        try:
+            fd = os.open(self.path / "lock", os.O_RDWR)
+        except OSError:
+            return False
+        try:
+            info = os.fstat(fd)
+            if place != [info.st_dev, info.st_ino]:
+                return False
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError:
+            return False
+        finally:
+            os.close(fd)
+
+    # -- leading -------------------------------------------------------------------------------------------------
+
+    def claim(self, term: int) -> bool:
+        """Try to become the leader of `term`. False when somebody else did. Raises NoSpace, FilesystemRefused."""
+        make_dirs(self.path)
+        self._token = secrets.token_hex(16)
+        data = canonical.dumps({"token": self._token, "lock": self._take_lock(), **whoami(**self._me)})
+        mine = self.path / f".{secrets.token_hex(8)}.tmp"
+        target = self.path / f"lead.{term}"
+        write_private(mine, data)
+        try:
+            os.link(mine, target)
+            won = True
+        except FileExistsError:
+            # NFS may have answered a retransmission of our own request.
+            won = self._is_mine(term)
+        except OSError as error:
+            if error.errno not in NO_LINK:
+                raise explain(error, f"linking {target}") from None
+            won = self._claim_exclusively(target, data)
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(mine)
+        if not won:
+            self.drop_lock()
+        return won
+
+    def _claim_exclusively(self, target: Path, data: bytes) -> bool:
+        try:
+            fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            raise explain(error, f"creating {target}") from None
+        try:
+            os.write(fd, data)
+        finally:
+            os.close(fd)
+        return True
+
+    def _is_mine(self, term: int) -> bool:
+        return self.record(term).get("token") == self._token
+
+    def _take_lock(self) -> list[int]:
+        """Hold the lock file as a hint for those on this kernel; [] where flock does not tell the truth."""
+        self.drop_lock()
+        try:
+            fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError:
+            return []
+        try:
+            self._flock(fd)
+            self.lock_works = not self._lock_lies()
+            info = os.fstat(fd)
+        except OSError as error:
+            self.lock_works = isinstance(error, BlockingIOError)
+            os.close(fd)
+            return []
+        if not self.lock_works:
+            os.close(fd)
+            return []
+        self._lock_fd = fd
+        return [info.st_dev, info.st_ino]
+
+    def _flock(self, fd: int) -> None:
+        """Others hold the lock for a moment only, unless they lead."""
+        for _ in range(LOCK_TRIES):
+            try:
+                return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.01)
+        return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def _lock_lies(self) -> bool:
+        fd = os.open(self.path / "lock", os.O_RDWR)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            return False
+        finally:
+            os.close(fd)
+
+    def drop_lock(self) -> None:
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def leave(self, term: int) -> None:
+        """Say that the term is over; the next may begin at once. Best effort: a TTL does the same."""
+        with contextlib.suppress(OSError, MxError):
+            write_private(self.path / f"left.{term}", b"", sync=False)
+        self.drop_lock()
+
+    def fail(self, term: int, error: MxError) -> None:
+        """Tell those who follow this term why it ended. Best effort."""
+        data = {"name": error.name, "code": error.exit_code, "message": redact.text(error.what), "hint": error.hint}
+        temporary = self.path / f".{secrets.token_hex(8)}.tmp"
+        with contextlib.suppress(OSError, MxError):
+            write_private(temporary, canonical.dumps(data), sync=False)
+            os.rename(temporary, self.path / f"failed.{term}")
+        self.drop_lock()
+
+    def failure(self, term: int) -> MxError:
+        """The error that ended a term, as its followers report it."""
+        data = read_json(self.path / f"failed.{term}")
+        if not isinstance(data, dict):
+            return MxError(f"the leader of term {term} failed", via="leader")
+        return by_name(str(data.get("name")), str(data.get("message")), hint=str(data.get("hint", "")), via="leader")
+
+    def sweep(self, term: int) -> None:
+        """Remove beats, notes and other small records of terms before `term`; lead records of the highest term stay."""
+        for name in names(self.path):
+            kind, _, rest = name.partition(".")
+            number = rest.partition(".")[0]
+            if kind in ("beat", "note", "left", "failed") and number.isdigit() and int(number) < term:
+                with contextlib.suppress(OSError):
+                    os.unlink(self.path / name)
+
+
+def view(listing: list[str]) -> View:
+    """What the names in a lease directory say."""
+    term = max((int(name[5:]) for name in listing if name.startswith("lead.") and name[5:].isdigit()), default=0)
+    if not term:
+        return View()
+    beat, seq, done, note, note_seq = "", -1, 0, "", -1
+    for name in listing:
+        fields = name.split(".")
+        if len(fields) < 3 or fields[1] != str(term) or not fields[2].isdigit():
+            continue
+        if fields[0] == "beat" and int(fields[2]) > seq:
+            beat, seq, done = name, int(fields[2]), int(fields[3]) if len(fields) > 3 and fields[3].isdigit() else 0
+        elif fields[0] == "note" and int(fields[2]) > note_seq:
+            note, note_seq = name, int(fields[2])
+    return View(term, beat, seq, done, note, f"left.{term}" in listing, f"failed.{term}" in listing)

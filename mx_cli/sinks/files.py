@@ -1,0 +1,203 @@
+"""The sink of files: bytes land at their offsets, and everything that needs them in order follows close behind."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from mx_cli.base.cancel import Stop
+from mx_cli.base.errors import MxError
+from mx_cli.base.oserrors import explain
+from mx_cli.engine.meter import Meter
+from mx_cli.engine.ports import Block, File, ReadItem
+from mx_cli.engine.verify import Consumer
+from mx_cli.model.manifest import Entry
+from mx_cli.plan.ranges import Span, merge
+
+CHUNK = 1 << 20
+FEED_STEP = 8 << 20
+OPEN_LIMIT = 256
+
+
+@dataclass(slots=True)
+class _Open:
+    """A file that is being filled: `edge` = contiguous bytes from its start, `fed` = those the consumers have read."""
+
+    entry: Entry
+    fd: int
+    consumers: Sequence[Consumer]
+    have: list[Span] = field(default_factory=list)
+    size: int | None = None
+    fed: int = 0
+    queued: bool = False
+
+    @property
+    def edge(self) -> int:
+        return self.have[0][1] if self.have and self.have[0][0] == 0 else 0
+
+    @property
+    def ended(self) -> bool:
+        return self.size is not None and self.edge >= self.size
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What `open_file` gives: a descriptor (the sink closes it), and the spans that are in place already."""
+
+    fd: int
+    have: list[Span]
+
+
+class FileSink:
+    """Fills files. `open_file`, `on_commit` and `on_complete` are the flow's: the sink knows no cache.
+
+    `consumers(entry)` makes a file's consumers; they run in `threads` threads behind the transfer, each file in order.
+    `on_complete(entry, size, fd, consumers)` follows in the same thread when the last byte was consumed.
+    """
+
+    def __init__(
+        self,
+        open_file: Callable[[Entry], Opened],
+        consumers: Callable[[Entry], Sequence[Consumer]],
+        on_commit: Callable[[Entry, Block], None],
+        on_complete: Callable[[Entry, int, int, Sequence[Consumer]], None],
+        meter: Meter,
+        threads: int,
+    ) -> None:
+        self._open_file, self._consumers = open_file, consumers
+        self._on_commit, self._on_complete = on_commit, on_complete
+        self._meter = meter
+        self._files: dict[str, _Open] = {}
+        self._changed = threading.Condition()
+        self._queue: queue.SimpleQueue[_Open | None] = queue.SimpleQueue()
+        self._failure: MxError | None = None
+        self._busy = 0
+        self._threads = [threading.Thread(target=self._serve, name=f"verify-{n}", daemon=True) for n in range(threads)]
+        for thread in self._threads:
+            thread.start()
+
+    # -- the port ------------------------------------------------------------------------------------------------
+
+    def acquire(self, item: ReadItem) -> File:
+        with self._changed:
+            # What is fetched must not run far ahead of what is verified: descriptors and page cache are bounded.
+            while len(self._files) >= OPEN_LIMIT and item.entry.path not in self._files and not self._failure:
+                self._changed.wait(0.2)
+        return File(self.open(item.entry).fd, item.offset)
+
+    def open(self, entry: Entry) -> _Open:
+        """The open file of an entry; opens it, with what is there already, the first time."""
+        file = self._files.get(entry.path)
+        if file is None:
+            opened = self._open_file(entry)
+            file = _Open(entry, opened.fd, self._consumers(entry), have=list(opened.have))
+            with self._changed:
+                self._files[entry.path] = file
+                self._feed(file)
+        return file
+
+    def commit(self, item: ReadItem, block: Block) -> None:
+        entry = item.entry
+        self._on_commit(entry, block)
+        with self._changed:
+            file = self._files[entry.path]
+            file.have = merge([*file.have, (block.offset, block.offset + block.length)])
+            self._feed(file)
+
+    def reset(self, entry: Entry) -> None:
+        with self._changed:
+            file = self._files[entry.path]
+            file.have = []
+            while file.queued:
+                self._changed.wait(0.2)
+            file.fed, file.consumers = 0, self._consumers(entry)
+
+    def end(self, entry: Entry, size: int) -> None:
+        file = self.open(entry)
+        with self._changed:
+            file.size = size
+            self._feed(file)
+
+    def raise_failure(self) -> None:
+        if self._failure:
+            raise self._failure
+
+    # -- behind the transfer -------------------------------------------------------------------------------------
+
+    def wait(self, stop: Stop) -> None:
+        """Block until every ended file is complete. Raises the first failure, or the stop's reason."""
+        while True:
+            stop.check()
+            self.raise_failure()
+            with self._changed:
+                if not any(file.ended for file in self._files.values()):
+                    return
+                self._changed.wait(0.1)
+
+    def close(self) -> None:
+        """End the threads and close all files. Idempotent; what is incomplete stays on the disk."""
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join(timeout=1.0)
+        self._threads = []
+        with self._changed:
+            files, self._files = list(self._files.values()), {}
+        for file in files:
+            os.close(file.fd)
+
+    def _feed(self, file: _Open) -> None:
+        """Queue the file if there is enough to consume. Call with the lock held."""
+        if not file.queued and (file.ended or file.edge - file.fed >= FEED_STEP):
+            file.queued = True
+            self._queue.put(file)
+
+    def _serve(self) -> None:
+        buffer = memoryview(bytearray(CHUNK))
+        while (file := self._queue.get()) is not None:
+            try:
+                self._consume(file, buffer)
+            except MxError as error:
+                self._fail(file, error)
+            except OSError as error:
+                self._fail(file, explain(error, f"verifying {file.entry.path}"))
+            except Exception as error:  # noqa: BLE001 - a bug must stop the transfer, not end a thread in silence
+                failure = MxError(f"verifying {file.entry.path}: {type(error).__name__}: {error}")
+                failure.__cause__ = error
+                self._fail(file, failure)
+
+    def _fail(self, file: _Open, error: MxError) -> None:
+        with self._changed:
+            self._failure = self._failure or error
+            file.queued = False
+            self._changed.notify_all()
+
+    def _consume(self, file: _Open, buffer: memoryview) -> None:
+        while True:
+            edge, consumers = file.edge, file.consumers
+            while file.fed < edge:
+                count = os.preadv(file.fd, [buffer[: min(CHUNK, edge - file.fed)]], file.fed)
+                if count == 0:
+                    raise MxError(f"{file.entry.path}: the part is shorter than what was written into it")
+                for consumer in consumers:
+                    consumer.update(buffer[:count])
+                file.fed += count
+                self._meter.tick()
+            with self._changed:
+                if file.edge > file.fed:
+                    continue
+                if not file.ended:
+                    file.queued = False
+                    self._changed.notify_all()
+                    return
+            break
+        for consumer in file.consumers:
+            consumer.finish()
+        self._on_complete(file.entry, file.size or 0, file.fd, file.consumers)
+        with self._changed:
+            del self._files[file.entry.path]
+            os.close(file.fd)
+            self._changed.notify_all()
