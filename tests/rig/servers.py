@@ -281,6 +281,9 @@ class S3Stub(S3):
     def put(self, key: str, data: bytes, headers: Mapping[str, str] | None = None) -> None:
         super().put(key, data, PUBLIC | dict(headers or {}))
 
+    def delete(self, key: str) -> None:
+        _check("DELETE", f"{self.endpoint}/{self.bucket}/{urllib.parse.quote(key)}", headers=PUBLIC)
+
     def make_bucket(self) -> None:
         _check("PUT", f"{self.endpoint}/{self.bucket}", headers=PUBLIC)
 
