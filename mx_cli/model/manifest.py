@@ -81,6 +81,7 @@ class Manifest:
     """The commit point: these files of this revision are whole and right. Immutable, one per selection.
 
     `directory` is the snapshot's name under `snapshots/`. `tensors` holds rows [file, name, dtype, shape, blocks].
+    `listing` is everything the origin held at this revision, [path, size]: later selections are resolved from it offline.
     """
 
     uri: str
@@ -92,6 +93,7 @@ class Manifest:
     weights: tuple[str, ...] = ()
     tensors: tuple[tuple[str, str, str, tuple[int, ...], tuple[str, ...]], ...] = ()
     identity: Mapping[str, str] = field(default_factory=dict)
+    listing: tuple[tuple[str, int | None], ...] = ()
     version: str = ""
     created: str = ""
 
@@ -114,6 +116,7 @@ class Manifest:
             "weights": list(self.weights),
             "tensors": [[f, n, d, list(s), list(b)] for f, n, d, s, b in self.tensors],
             "identity": dict(self.identity),
+            "listing": [list(row) for row in self.listing],
             "mx": self.version,
             "created": self.created,
         }
@@ -139,6 +142,7 @@ class Manifest:
                 weights=tuple(map(str, data["weights"])),
                 tensors=tuple((str(f), str(n), str(d), tuple(s), tuple(b)) for f, n, d, s, b in data["tensors"]),
                 identity=dict(data["identity"]),
+                listing=tuple((str(path), size) for path, size in data["listing"]),
                 version=str(data["mx"]),
                 created=str(data["created"]),
             )
