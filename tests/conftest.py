@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -223,13 +224,12 @@ def fault_env(fault_so: Path) -> Callable[..., dict[str, str]]:
 def tmpfs(tmp_path: Path) -> Iterator[Callable[..., Path]]:
     """tmpfs("8m", nr_inodes=64) -> a fresh file system of that size."""
     need("mount")
+    numbers = itertools.count(1)
     with contextlib.ExitStack() as stack:
 
         def make(size: str = "16m", nr_inodes: int = 0) -> Path:
-            made[0] += 1
-            return stack.enter_context(mounts.tmpfs(tmp_path / f"tmpfs-{made[0]}", size, nr_inodes))
+            return stack.enter_context(mounts.tmpfs(tmp_path / f"tmpfs-{next(numbers)}", size, nr_inodes))
 
-        made = [0]
         yield make
 
 
@@ -237,13 +237,12 @@ def tmpfs(tmp_path: Path) -> Iterator[Callable[..., Path]]:
 def read_only(tmp_path: Path) -> Iterator[Callable[[Path], Path]]:
     """read_only(directory) -> the same files under a read-only mount."""
     need("mount")
+    numbers = itertools.count(1)
     with contextlib.ExitStack() as stack:
 
         def make(directory: Path) -> Path:
-            made[0] += 1
-            return stack.enter_context(mounts.bind(directory, tmp_path / f"ro-{made[0]}", read_only=True))
+            return stack.enter_context(mounts.bind(directory, tmp_path / f"ro-{next(numbers)}", read_only=True))
 
-        made = [0]
         yield make
 
 
@@ -261,12 +260,12 @@ def bindfs_pair(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
 def cifuse(tmp_path: Path) -> Iterator[Callable[..., Path]]:
     """cifuse(name_max=143, HIDE="2", NORENAME="1") -> a mount without links that ignores case."""
     need("fuse")
+    numbers = itertools.count(1)
     with contextlib.ExitStack() as stack:
 
         def make(**options: Any) -> Path:
-            made[0] += 1
-            backing, place = tmp_path / f"backing-{made[0]}", tmp_path / f"fuse-{made[0]}"
+            number = next(numbers)
+            backing, place = tmp_path / f"backing-{number}", tmp_path / f"fuse-{number}"
             return stack.enter_context(mounts.cifuse(backing, place, **options))
 
-        made = [0]
         yield make

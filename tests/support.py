@@ -155,6 +155,14 @@ class Running:
     def send(self, signum: signal.Signals) -> None:
         self.process.send_signal(signum)
 
+    def wait_stopped(self, timeout: float = 20) -> None:
+        """Blocks until mx is stopped (SIGSTOP, also by fault.c's STOP_AT); go on with send(signal.SIGCONT)."""
+        deadline = time.monotonic() + timeout
+        while Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            if time.monotonic() > deadline or self.process.poll() is not None:
+                pytest.fail(f"{self.args} is not stopped (rc {self.process.poll()})\n{self.stderr}")
+            time.sleep(0.01)
+
     def kill(self) -> Result:
         """SIGKILL, to mx alone; waits for its end."""
         self.process.kill()

@@ -299,9 +299,10 @@ class Handler(BaseHTTPRequestHandler):
             if limit is not None and sent + len(piece) > limit:
                 piece = piece[: limit - sent]
             if piece:
-                self.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece) if chunked else piece)
                 sent += len(piece)
+                # Counted first: who has read the last byte may look at the log at once.
                 self.entry["sent"] = sent
+                self.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece) if chunked else piece)
             if limit is not None and sent >= limit:
                 self.wfile.flush()
                 self.close_connection = True

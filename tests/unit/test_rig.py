@@ -198,17 +198,14 @@ def test_fault_so_kills_at_each_point(fault_env: Callable[..., dict[str, str]], 
     assert sorted(path.name for path in place.iterdir()) == ["file-0", "part"]
 
 
-def test_fault_so_stops_before_a_rename(fault_env: Callable[..., dict[str, str]], tmp_path: Path) -> None:
-    env = dict(os.environ, **fault_env(tmp_path, STOP_RENAME=2))
-    process = subprocess.Popen([sys.executable, "-c", WRITE, tmp_path], env=env)
-    try:
-        _, status = os.waitpid(process.pid, os.WUNTRACED)
-        assert os.WIFSTOPPED(status)
-        assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["file-0", "part"]
-        process.send_signal(signal.SIGCONT)
-        assert process.wait(20) == 0
-    finally:
-        process.kill()
+def test_fault_so_stops_before_a_rename(mx: Mx, fault_env: Callable[..., dict[str, str]], tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    running = mx.start(prefix=(sys.executable, "-c", WRITE, str(place)), env=fault_env(place, STOP_RENAME=2))
+    running.wait_stopped()
+    assert sorted(path.name for path in place.iterdir()) == ["file-0", "part"]
+    running.send(signal.SIGCONT)
+    running.wait().ok()
 
 
 @pytest.mark.parametrize(
