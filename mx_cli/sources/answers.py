@@ -124,6 +124,15 @@ def parse_content_range(text: str) -> tuple[int, int, int | None]:
     return int(first), int(last), int(total) if total.isdigit() else None
 
 
+def size_of(head: Head) -> int | None:
+    """The size of the file that an answer to HEAD, or to GET of its first byte, speaks of; None when it does not say."""
+    if head.status == 416:
+        return 0
+    if head.status == 206:
+        return parse_content_range(head.get("content-range"))[2]
+    return head.length
+
+
 def _check_total(what: str, expected: int | None, observed: int | None, source: str) -> None:
     if expected is not None and observed is not None and expected != observed:
         raise IntegrityError(

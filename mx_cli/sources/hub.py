@@ -1,0 +1,207 @@
+"""A model repository of a Hugging Face hub, or of a mirror of one, at one commit."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+from urllib.parse import quote, urljoin
+
+from mx_cli.base.cancel import Stop
+from mx_cli.base.errors import AccessDenied, IntegrityError, MxError, NotFound
+from mx_cli.model.manifest import Entry, Listing
+from mx_cli.sources.answers import Target
+from mx_cli.sources.hub_token import find_token
+from mx_cli.sources.origin import Context, WebOrigin, no_versions, one_revision, side_by_side
+from mx_cli.sources.uri import Uri
+from mx_cli.sources.web import Reply
+from mx_cli.sources.wire import Head
+
+_SHA = re.compile(r"[0-9a-f]{40}")
+_NEXT = re.compile(r"<([^>]+)>\s*;[^,]*rel=\"?next\"?")
+
+
+class Hub(WebOrigin):
+    """Resolves a branch or tag once; from then on all is asked for by commit, so a branch that moves changes nothing."""
+
+    def __init__(self, uri: Uri, context: Context) -> None:
+        no_versions(context, uri.shown)
+        super().__init__(uri, context)
+        self._endpoint = context.settings.hf_endpoint.rstrip("/")
+        self._token, self._token_source = find_token(context)
+
+    def listing(self, revision: str | None, stop: Stop) -> Listing:
+        """See `Origin.listing`. The revision is the commit's SHA-1; `ref` the branch or tag it was resolved from."""
+        wanted = one_revision(self.revision, revision, self._uri.shown) or "main"
+        sha, siblings = self._resolve(wanted)
+        files = self._in_folder(self._tree(sha, siblings))
+        if not files:
+            where = f" in {self._uri.path}" if self._uri.path else ""
+            raise NotFound(f"{self._uri.shown}: no files{where} (looked at commit {sha})")
+        files = side_by_side(lambda entry: self._sized(entry, sha), files)
+        return Listing(self.uri, sha, tuple(sorted(files, key=_order)), "" if wanted == sha else wanted)
+
+    # -- which commit ----------------------------------------------------------------------------------------------
+
+    def _resolve(self, wanted: str) -> tuple[str, list[Any]]:
+        """The commit, and the files that its description names (without sizes)."""
+        pinned = bool(_SHA.fullmatch(wanted))
+        url = self._api(f"/revision/{quote(wanted, safe='')}")
+        # Without an error code it is not the hub that says 404: a mirror without this part of the API.
+        reply = self._get(url, allow=(404,) if pinned else ())
+        if reply.status == 404 and reply.get("x-error-code"):
+            raise self._explain(self._shown(wanted), reply.head, reply.body) or NotFound(self._shown(wanted))
+        described = _document(reply)
+        sha = str(described.get("sha") or reply.get("x-repo-commit") or (wanted if pinned else ""))
+        if not sha:
+            sha = self._commit_of_a_file(wanted)
+        if pinned and sha != wanted:
+            raise IntegrityError(f"{self._shown(wanted)}: the origin answered for another commit (observed {sha})")
+        if not _SHA.fullmatch(sha):
+            raise NotFound(
+                f"{self._shown(wanted)}: the origin does not say which commit this is"
+                " (no `sha` in its answer, no X-Repo-Commit header; a mirror may strip it)",
+                hint="pin the commit: --revision SHA (40 hex digits)",
+            )
+        siblings = described.get("siblings")
+        return sha, siblings if isinstance(siblings, list) else []
+
+    def _commit_of_a_file(self, wanted: str) -> str:
+        url = f"{self._endpoint}/{self._uri.place}/resolve/{quote(wanted, safe='')}/config.json"
+        reply = self._web.request("HEAD", url, self._shown(wanted), sign=self._sign, allow=(404,), follow=False)
+        return reply.get("x-repo-commit")
+
+    # -- which files -----------------------------------------------------------------------------------------------
+
+    def _tree(self, sha: str, siblings: list[Any]) -> list[Entry]:
+        found: list[Entry] = []
+        url = self._api(f"/tree/{sha}?recursive=true")
+        while url:
+            reply = self._get(url, allow=(404, 405, 501))
+            rows = _rows(reply)
+            if rows is None:
+                return self._from_siblings(sha, siblings)
+            found += _entries(rows)
+            following = _NEXT.search(reply.get("link"))
+            url = urljoin(url, following[1]) if following else ""
+        return found
+
+    def _from_siblings(self, sha: str, siblings: list[Any]) -> list[Entry]:
+        """For a mirror without the tree API: names, and sizes where it gives them."""
+        described = _document(self._get(self._api(f"/revision/{sha}?blobs=true"), allow=(404,)))
+        rows = described.get("siblings") or siblings
+        if not isinstance(rows, list) or not rows:
+            raise NotFound(f"{self._shown(sha)}: the origin lists no files (neither `tree` nor `siblings` in its API)")
+        return list(_entries([{**row, "type": "file", "path": row.get("rfilename")} for row in rows]))
+
+    def _in_folder(self, files: list[Entry]) -> list[Entry]:
+        folder = self._uri.path
+        if not folder:
+            return files
+        exact = [replace(entry, path=entry.path.rpartition("/")[2]) for entry in files if entry.path == folder]
+        prefix = folder + "/"
+        below = [replace(e, path=e.path.removeprefix(prefix)) for e in files if e.path.startswith(prefix)]
+        return exact or below
+
+    def _sized(self, entry: Entry, sha: str) -> Entry:
+        entry = replace(entry, version=sha)
+        if entry.size is not None:
+            return entry
+        target = self._target(entry)
+        reply = self._head(target, follow=False)
+        linked = reply.get("x-linked-size")
+        if not linked and reply.status >= 300:
+            reply = self._head(target, follow=True)
+        size = int(linked) if linked.isdigit() else reply.head.length
+        # The commit fixes the bytes, whatever validator a mirror sends or strips.
+        return replace(entry, size=size, validator=entry.validator or f"{sha}:{entry.key}")
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    def _api(self, rest: str) -> str:
+        return f"{self._endpoint}/api/models/{self._uri.place}{rest}"
+
+    def _shown(self, revision: str) -> str:
+        return f"hf://{self._uri.place} at {revision}"
+
+    def _get(self, url: str, allow: tuple[int, ...] = ()) -> Reply:
+        return self._web.request("GET", url, self._uri.shown, sign=self._sign, explain=self._explain, allow=allow)
+
+    def _head(self, target: Target, *, follow: bool) -> Reply:
+        moved = () if follow else (301, 302, 303, 307, 308)
+        return self._web.request(
+            "HEAD", target.url, target.what, sign=self._sign, explain=self._explain, follow=follow, allow=moved
+        )
+
+    def _server(self) -> str:
+        return self._endpoint
+
+    def _target(self, entry: Entry) -> Target:
+        url = f"{self._endpoint}/{self._uri.place}/resolve/{entry.version}/{quote(entry.key)}"
+        what = f"hf://{self._uri.place}/{entry.key}"
+        return Target(url, what, self._sign, pinned={"x-repo-commit": entry.version}, explain=self._explain)
+
+    def _sign(self, method: str, url: str, headers: dict[str, str]) -> dict[str, str]:
+        return {**headers, "Authorization": f"Bearer {self._token}"} if self._token else headers
+
+    def _explain(self, what: str, head: Head, body: bytes) -> MxError | None:
+        """What the hub's own error codes mean. It says 401 also for what doesn't exist, to those it doesn't know."""
+        code = head.get("x-error-code")
+        if code == "GatedRepo" and head.status in (401, 403):
+            return AccessDenied(f"{what}: HTTP {head.status}, the repository is gated", hint=self._gate_hint())
+        if head.status == 401 and self._token:
+            said = f"{what}: HTTP 401, the token is present (from {self._token_source}) but refused"
+            return AccessDenied(said, hint="check that the token is valid and may read this repository")
+        if head.status == 401:
+            said = f"{what}: HTTP 401, no such repository, or it is private and no token is given"
+            return AccessDenied(said, hint="set HF_TOKEN or --hf-token-file, and check the name")
+        if head.status == 403:
+            said = f"the token (from {self._token_source})" if self._token else "a request without a token"
+            return AccessDenied(f"{what}: HTTP 403, {said} may not read this", hint=self._gate_hint())
+        missing = {"RepoNotFound": "repository", "RevisionNotFound": "revision", "EntryNotFound": "file"}
+        if code in missing:
+            return NotFound(f"{what}: {missing[code]} not found (HTTP {head.status} {code})")
+        return None
+
+    def _gate_hint(self) -> str:
+        page = f"{self._endpoint}/{self._uri.place}"
+        if self._token:
+            return f"accept the terms at {page} with the account of this token"
+        return f"accept the terms at {page}, then set HF_TOKEN or --hf-token-file"
+
+
+def _document(reply: Reply) -> dict[str, Any]:
+    """The answer's JSON object; an empty one for anything else, which is what a mirror without the API sends."""
+    try:
+        value = json.loads(reply.body) if reply.status == 200 else {}
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _rows(reply: Reply) -> list[Any] | None:
+    try:
+        value = json.loads(reply.body) if reply.status == 200 else None
+    except ValueError:
+        return None
+    return value if isinstance(value, list) else None
+
+
+def _entries(rows: list[Any]) -> Iterator[Entry]:
+    for row in rows:
+        name = row.get("path") if isinstance(row, dict) else None
+        if not isinstance(name, str) or row.get("type") != "file":
+            continue
+        lfs = row.get("lfs")
+        lfs = lfs if isinstance(lfs, dict) else {}
+        size = lfs.get("size", row.get("size"))
+        sha256 = str(lfs.get("oid") or lfs.get("sha256") or "").removeprefix("sha256:")
+        digests = {"sha256": sha256} if re.fullmatch(r"[0-9a-f]{64}", sha256) else {}
+        validator = sha256 or str(row.get("oid") or row.get("blobId") or "")
+        yield Entry(name, size if isinstance(size, int) else None, validator, digests=digests, key=name)
+
+
+def _order(entry: Entry) -> bytes:
+    return entry.path.encode("utf-8", "surrogatepass")

@@ -1,0 +1,221 @@
+"""Objects of an S3 bucket, or of a store that speaks S3: one object, or all below a prefix."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+from mx_cli.base.cancel import Stop
+from mx_cli.base.errors import AccessDenied, IntegrityError, MxError, NotFound
+from mx_cli.engine.ports import ReadItem, Stream
+from mx_cli.model.manifest import Entry, Listing, revision_of
+from mx_cli.sources.answers import Target, bare_tag, size_of
+from mx_cli.sources.origin import Context, WebOrigin, at_revision, side_by_side
+from mx_cli.sources.s3_answers import Asked, Found, Page, entry, parse_page, stored_digests
+from mx_cli.sources.s3_keys import Credentials, Expired, WrongRegion, signing
+from mx_cli.sources.sigv4 import Signer, encode_key, encode_query
+from mx_cli.sources.uri import Uri
+from mx_cli.sources.web import Reply
+
+_PLAIN_BUCKET = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]")
+# Small objects have an ETag that is their MD5; asking each for more would take longer than fetching it.
+_CHECKSUM_FROM = 1 << 20
+
+T = TypeVar("T")
+
+
+class S3(WebOrigin):
+    """Every listing is asked for afresh. Reads are pinned to the listed ETag, and to the version id that was asked for."""
+
+    def __init__(self, uri: Uri, context: Context) -> None:
+        super().__init__(uri, context)
+        self._credentials = Credentials(context, uri.shown)
+        self._bucket = uri.place
+        self._version = context.version_id
+
+    def listing(self, revision: str | None, stop: Stop) -> Listing:
+        """See `Origin.listing`. An object with exactly this key wins; else everything below it as a folder."""
+        uri = self._uri
+        found: tuple[Entry, ...] = ()
+        refused: MxError | None = None
+        if uri.path and not uri.folder:
+            try:
+                found = self._object()
+            except AccessDenied as error:
+                # Without the right to list, S3 says 403 for what doesn't exist.
+                refused = error
+        if self._version and not found:
+            raise refused or NotFound(f"{uri.shown}: no object with version id {self._version}")
+        if not found:
+            found = self._below(stop)
+        if not found and refused:
+            raise refused
+        if not found:
+            raise self._nothing()
+        return at_revision(Listing(self.uri, revision_of(found), found), revision, uri.shown)
+
+    def _nothing(self) -> NotFound:
+        key, where = self._uri.path, f"in bucket {self._bucket} at {self._server()}"
+        if not key:
+            return NotFound(f"{self._uri.shown}: the bucket is empty (looked {where})")
+        return NotFound(f"{self._uri.shown}: no objects (looked for the key {key} and for keys below {key}/ {where})")
+
+    # -- one object ------------------------------------------------------------------------------------------------
+
+    def _object(self) -> tuple[Entry, ...]:
+        key = self._uri.path
+        reply = self._head(key, self._version)
+        head = reply.head
+        if head.status in (404, 405):
+            return ()
+        if head.get("content-type").startswith("application/x-directory") and not size_of(head):
+            return ()
+        found = entry(key.rpartition("/")[2], key, size_of(head), head.get("etag"), head.get("last-modified"))
+        digests = stored_digests(head, dict(found.digests))
+        return (replace(found, digests=digests, version=self._version),)
+
+    def _head(self, key: str, version: str = "") -> Reply:
+        checksum = {"x-amz-checksum-mode": "ENABLED"}
+        reply = self._ask("HEAD", "HeadObject", key, version, headers=checksum, allow=(400, 404, 405))
+        if reply.status == 400:
+            # An answer to HEAD has no body, so it doesn't say what was wrong; an answer to GET does.
+            first = {"Range": "bytes=0-0"}
+            reply = self._ask("GET", "GetObject", key, version, headers=first, allow=(404, 405, 416))
+        return reply
+
+    # -- a prefix --------------------------------------------------------------------------------------------------
+
+    def _below(self, stop: Stop) -> tuple[Entry, ...]:
+        prefix = f"{self._uri.path}/" if self._uri.path else ""
+        objects: list[Found] = []
+        after: dict[str, str] | None = {}
+        while after is not None:
+            stop.check()
+            page = self._page(prefix, after)
+            if page.after == after:
+                raise IntegrityError(f"{self._uri.shown}: the listing does not advance")
+            objects += page.objects
+            after = page.after
+        # Keys with a slash at the end stand for folders that somebody made by hand.
+        wanted = [found for found in objects if found.key.startswith(prefix) and not found.key.endswith("/")]
+        entries = side_by_side(lambda found: self._with_checksums(found, prefix), wanted)
+        return tuple(sorted(entries, key=lambda item: item.path.encode("utf-8", "surrogatepass")))
+
+    def _page(self, prefix: str, after: dict[str, str]) -> Page:
+        query = encode_query({"list-type": "2", "prefix": prefix, "encoding-type": "url", **after})
+        reply = self._ask("GET", "ListObjectsV2", "", query=query)
+        return parse_page(reply.body, self._uri.shown)
+
+    def _with_checksums(self, found: Found, prefix: str) -> Entry:
+        listed = entry(found.key.removeprefix(prefix), found.key, found.size, found.etag, found.modified)
+        if not found.announced or found.size < _CHECKSUM_FROM:
+            return listed
+        try:
+            head = self._head(found.key).head
+        except AccessDenied:
+            return listed
+        if head.status >= 300 or bare_tag(head.get("etag")) != listed.validator:
+            return listed
+        return replace(listed, digests=stored_digests(head, dict(listed.digests)))
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    def open(self, item: ReadItem) -> Stream:
+        """See `Reader.open`."""
+        return self._signed(lambda signer: self._web.open(self._pinned(item.entry, signer), item))
+
+    def _pinned(self, item: Entry, signer: Signer | None) -> Target:
+        headers = self._payer()
+        pinned: dict[str, str] = {}
+        if item.strong:
+            headers["If-Match"] = f'"{item.validator}"'
+            pinned["etag"] = item.validator
+        if item.version:
+            pinned["x-amz-version-id"] = item.version
+        return Target(
+            self._url(item.key, item.version),
+            f"s3://{self._bucket}/{item.key}",
+            signing(signer),
+            headers,
+            pinned,
+            self._asked("GetObject", item.key).explain,
+            follow=False,
+        )
+
+    def _ask(
+        self,
+        method: str,
+        operation: str,
+        key: str,
+        version: str = "",
+        *,
+        query: str = "",
+        headers: dict[str, str] | None = None,
+        allow: tuple[int, ...] = (),
+    ) -> Reply:
+        def call(signer: Signer | None) -> Reply:
+            asked = self._asked(operation, key)
+            url = self._list_url(query) if query else self._url(key, version)
+            what = f"s3://{self._bucket}/{key}" if key else self._uri.shown
+            reply = self._web.request(
+                method,
+                url,
+                what,
+                sign=signing(signer),
+                headers={**self._payer(), **(headers or {})},
+                explain=asked.explain,
+                allow=allow,
+                follow=False,
+                head_only=operation == "GetObject",
+            )
+            moved = asked.explain(what, reply.head, reply.body) if reply.status == 400 else None
+            if isinstance(moved, WrongRegion):
+                raise moved
+            return reply
+
+        return self._signed(call)
+
+    def _signed(self, call: Callable[[Signer | None], T]) -> T:
+        """`call`, once more for each of: the bucket is in another region, the credentials have expired."""
+        moved = renewed = False
+        while True:
+            region = self._credentials.region
+            signer = self._credentials.signer()
+            try:
+                return call(signer)
+            except WrongRegion as error:
+                if moved or not self._credentials.move(error.region, region):
+                    raise
+                moved = True
+            except Expired:
+                if renewed or not self._credentials.renew(signer):
+                    raise
+                renewed = True
+
+    def _asked(self, operation: str, key: str) -> Asked:
+        settings = self._context.settings
+        return Asked(operation, self._bucket, key, self._credentials.region, settings.anon, settings.requester_pays)
+
+    def _payer(self) -> dict[str, str]:
+        return {"x-amz-request-payer": "requester"} if self._context.settings.requester_pays else {}
+
+    def _server(self) -> str:
+        """The bucket's URL without a slash at its end."""
+        if self._uri.endpoint:
+            return f"{self._uri.endpoint}/{self._bucket}"
+        region = self._credentials.region
+        domain = "amazonaws.com.cn" if region.startswith("cn-") else "amazonaws.com"
+        if _PLAIN_BUCKET.fullmatch(self._bucket):
+            return f"https://{self._bucket}.s3.{region}.{domain}"
+        # A dot in the name would not match the certificate of a virtual host.
+        return f"https://s3.{region}.{domain}/{self._bucket}"
+
+    def _list_url(self, query: str) -> str:
+        server = self._server()
+        return f"{server}?{query}" if server.endswith(f"/{self._bucket}") else f"{server}/?{query}"
+
+    def _url(self, key: str, version: str = "") -> str:
+        query = f"?{encode_query({'versionId': version})}" if version else ""
+        return f"{self._server()}/{encode_key(key)}{query}"
