@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import email.utils
 import time
 from collections.abc import Callable, Mapping
@@ -131,6 +133,14 @@ def size_of(head: Head) -> int | None:
     if head.status == 206:
         return parse_content_range(head.get("content-range"))[2]
     return head.length
+
+
+def hex_of(encoded: str) -> str:
+    """Hex of a base64 digest; empty for none, and for a checksum of checksums (`…-7`)."""
+    try:
+        return base64.b64decode(encoded, validate=True).hex()
+    except (binascii.Error, ValueError):
+        return ""
 
 
 def _check_total(what: str, expected: int | None, observed: int | None, source: str) -> None:

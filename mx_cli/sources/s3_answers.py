@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import re
 import time
 from dataclasses import dataclass
@@ -13,7 +11,7 @@ from xml.etree import ElementTree
 from mx_cli.base import redact
 from mx_cli.base.errors import AccessDenied, IntegrityError, MxError, NotFound, Unreachable
 from mx_cli.model.manifest import Entry
-from mx_cli.sources.answers import bare_tag
+from mx_cli.sources.answers import bare_tag, hex_of
 from mx_cli.sources.s3_keys import Expired, WrongRegion
 from mx_cli.sources.wire import Head
 
@@ -106,14 +104,6 @@ def stored_digests(head: Head, known: dict[str, str]) -> dict[str, str]:
             if digest:
                 found[kind] = digest
     return found
-
-
-def hex_of(encoded: str) -> str:
-    """Hex of a base64 digest; empty for none, and for a checksum of checksums (`…-7`)."""
-    try:
-        return base64.b64decode(encoded, validate=True).hex()
-    except (binascii.Error, ValueError):
-        return ""
 
 
 @dataclass(frozen=True, slots=True)
