@@ -170,7 +170,9 @@ def test_frozen_ids() -> None:
     assert canonical.dumps([row.to_json()]).decode() == '[["a","F32",[2,2],["ceb3fbd8af7001ac76ba55acf0be061e"]]]'
     assert identity.of_content([row], {"model_type": "llama"}).id == "mx1c-4cf58f03ad1c2b17892b231b2388731f"
     assert identity.of_origin("hf://a/b", "0" * 40).id == "mx1o-6e7405f4c0cf5e65e430be4d3405cb4f"
-    assert identity.of_config({"model_type": "llama", "rope_theta": 10000}).id == "mx1x-86331e70bc7143f9c756399ca1216ee8"
+    assert (
+        identity.of_config({"model_type": "llama", "rope_theta": 10000}).id == "mx1x-86331e70bc7143f9c756399ca1216ee8"
+    )
     stage, factors = layout(
         "processed", {"tp": 8, "rank": 3, "engine": "vllm", "engine_version": "0.33.0"}, ["torch=2.9"]
     )
