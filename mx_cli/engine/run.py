@@ -144,7 +144,7 @@ class Transfer:
             self._switch(done.item.entry, state)
         elif done.error is None:
             if state.left in (0, None):
-                self._sink.end(done.item.entry, done.item.offset + done.received)
+                self._end(done.item.entry, done.item.offset + done.received)
         elif isinstance(done.error, NoRanges):
             self._refused_ranges(done, state)
         else:
@@ -168,9 +168,12 @@ class Transfer:
             item = ReadItem(item.entry, item.offset + done.received, item.length - done.received)
         if item.length == 0:
             if state.left == 0:
-                self._sink.end(item.entry, item.offset)
+                self._end(item.entry, item.offset)
             return
         heapq.heappush(self._delayed, (time.monotonic() + delay, next(self._count), item, flight.patience))
+
+    def _end(self, entry: Entry, reached: int) -> None:
+        self._sink.end(entry, reached if entry.size is None else entry.size)
 
     def _restart(self, entry: Entry, state: _FileState) -> None:
         self._sink.reset(entry)

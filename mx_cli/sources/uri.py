@@ -21,9 +21,12 @@ from mx_cli.base.errors import NotFound, UsageError
 KNOWN = ("hf://", "s3://", "gs://", "https://", "http://", "file://")
 _ALIASES = {"gcs": "gs", "s3a": "s3", "s3n": "s3", "huggingface": "hf"}
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_HUB_NAME = r"(?![-.])(?!.*(?:--|\.\.))[A-Za-z0-9._-]{1,96}(?<![-.])"
+_HUB_NAME = r"(?![-.])(?![A-Za-z0-9._-]*(?:--|\.\.))[A-Za-z0-9._-]{1,96}(?<![-.])"
 _HUB_ID = re.compile(rf"{_HUB_NAME}/{_HUB_NAME}")
-_HUB_SPECIAL_REF = re.compile(r"refs/(?:pr|convert)/[^/]+")
+_HUB_URI = re.compile(
+    rf"(?P<repository>{_HUB_NAME}(?:/{_HUB_NAME})?)"
+    r"(?:@(?P<revision>refs/(?:pr|convert)/[^/]+|[^/]+))?(?:/(?P<folder>.*))?"
+)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _PORTS = {"http": 80, "https": 443}
 
@@ -139,20 +142,10 @@ def _file_uri(text: str, rest: str) -> Uri:
 
 
 def _hub(rest: str, shown: str) -> Uri:
-    name, at, tail = rest.strip("/").partition("@")
-    if at:
-        special = _HUB_SPECIAL_REF.match(tail)
-        revision = special[0] if special else tail.partition("/")[0]
-        folder = tail[len(revision) :].strip("/")
-        repository = name
-        if not revision:
-            raise UsageError(f"{shown}: an empty revision after @")
-    else:
-        revision = ""
-        pieces = name.split("/", 2)
-        repository, folder = "/".join(pieces[:2]), pieces[2] if len(pieces) > 2 else ""
-    if not _HUB_ID.fullmatch(repository) and not re.fullmatch(_HUB_NAME, repository):
-        raise UsageError(f"{shown}: not a hub repository: {repository!r}", hint="write hf://org/name[@revision]")
+    match = _HUB_URI.fullmatch(rest.rstrip("/"))
+    if not match:
+        raise UsageError(f"{shown}: not a hub repository: {rest!r}", hint="write hf://org/name[@revision]")
+    repository, revision, folder = match["repository"], match["revision"] or "", (match["folder"] or "").strip("/")
     text = f"hf://{repository}" + (f"/{folder}" if folder else "")
     return Uri("hf", text, shown, place=repository, path=folder, revision=revision)
 

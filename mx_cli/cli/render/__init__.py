@@ -1,1 +1,116 @@
-"""How events and results look: for people, for logs, as JSON lines."""
+"""How events look on stderr: lines for people, JSON lines for machines, a bar on a terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from typing import Any
+
+from mx_cli.base import redact
+from mx_cli.base.config import Settings
+from mx_cli.base.errors import MxError
+from mx_cli.base.events import Event, Progress, Warned
+
+MIN_GAP = 6.0
+STEP = 0.05
+
+
+def say_error(error: MxError, log_format: str, run: str) -> None:
+    """The last lines of a command that failed."""
+    what, hint = redact.text(error.what), redact.text(error.hint)
+    if log_format == "json":
+        fields = {**error.to_json(), "message": what, "hint": hint}
+        _write(json.dumps(line("error", "error", what, run, fields), ensure_ascii=False))
+        return
+    _write(f"mx: error: {what}")
+    if error.via:
+        _write(f"via: {error.via}")
+    if hint:
+        _write(f"hint: {hint}")
+
+
+def line(level: str, event: str, message: str, run: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """One JSON log line."""
+    return {"ts": round(time.time(), 3), "level": level, "event": event, "msg": message, "run": run, "fields": fields}
+
+
+def _write(text: str) -> None:
+    try:
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        # Nobody listens any more; the work is worth more than its log.
+        return
+
+
+class Renderer:
+    """Shows events on stderr. Any thread may call `show`."""
+
+    def __init__(self, settings: Settings, *, quiet: bool, verbose: int, run: str) -> None:
+        self.run = run
+        self._settings, self._quiet, self._verbose = settings, quiet, verbose
+        self._json = settings.log_format == "json"
+        self._lock = threading.RLock()
+        self._last = 0.0
+        self._share = -1.0
+        self._bar: Any = None
+        self._mode = self._progress_mode()
+
+    def _progress_mode(self) -> str:
+        settings = self._settings
+        if self._quiet or settings.progress == "none":
+            return "none"
+        if self._json or settings.progress == "plain":
+            return "plain"
+        if settings.progress == "bar":
+            return "bar"
+        terminal = sys.stderr.isatty() and settings.term not in ("", "dumb") and not settings.ci
+        return "bar" if terminal else "plain"
+
+    def show(self, event: Event) -> None:
+        with self._lock:
+            if isinstance(event, Progress):
+                self._progress(event)
+            elif event.level == "warning" or (not self._quiet and (event.level == "info" or self._verbose)):
+                self._line(event)
+
+    def warning(self, message: str) -> None:
+        self.show(Warned(message))
+
+    def _line(self, event: Event) -> None:
+        text = redact.text(event.text())
+        if self._json:
+            text = json.dumps(line(event.level, event.event, text, self.run, event.to_json()), ensure_ascii=False)
+        if self._bar:
+            self._bar.line(text)
+        else:
+            _write(text)
+
+    def _progress(self, event: Progress) -> None:
+        if self._mode == "none":
+            return
+        if self._mode == "bar":
+            if self._bar is None:
+                from mx_cli.cli.render.bar import Bar
+
+                self._bar = Bar(no_color=self._settings.no_color)
+            self._bar.update(event)
+            return
+        now = time.monotonic()
+        share = event.bytes_done / event.bytes_total if event.bytes_total else 0.0
+        first = self._last == 0.0
+        due = now - self._last >= self._settings.progress_every
+        moved = share - self._share >= STEP and now - self._last >= MIN_GAP
+        if first or due or moved:
+            self._last, self._share = now, share
+            self._line(event)
+
+    def close(self) -> None:
+        """Take the bar away; idempotent."""
+        with self._lock:
+            if self._bar:
+                self._bar.close()
+                self._bar = None
+            self._mode = "none"

@@ -1,0 +1,51 @@
+"""Watching a leader: is it alive, how far is it, what ended it."""
+
+from __future__ import annotations
+
+import time
+
+from mx_cli.cache.lease import Lease, View
+
+FIRST_POLL = 0.2
+LONGEST_POLL = 1.0
+PROOF_EVERY = 0.4
+
+
+class Watch:
+    """Judges a lease directory by this process's own clock: no sign of life for `ttl` seconds means dead."""
+
+    def __init__(self, lease: Lease, ttl: float) -> None:
+        self._lease, self._ttl = lease, ttl
+        self._sign: tuple[int, str] | None = None
+        self._since = time.monotonic()
+        self._proof_at = 0.0
+        self._poll = FIRST_POLL
+        self.view = View()
+
+    def look(self) -> View:
+        """Look again; blocks for one listing."""
+        self.view = self._lease.look()
+        if self.view.sign != self._sign:
+            self._sign, self._since = self.view.sign, time.monotonic()
+        return self.view
+
+    @property
+    def silent_for(self) -> float:
+        """Seconds since this process last saw a new sign of life."""
+        return time.monotonic() - self._since
+
+    def vacant(self) -> bool:
+        """Whether the next term may begin: nobody leads, or the leader left, failed, is silent for the TTL or surely dead."""
+        view = self.view
+        if view.term == 0 or view.left or view.failed or self.silent_for > self._ttl:
+            return True
+        now = time.monotonic()
+        if now < self._proof_at:
+            return False
+        self._proof_at = now + PROOF_EVERY
+        return self._lease.surely_dead(view.term)
+
+    def pause(self) -> float:
+        """Seconds until the next look, longer each time."""
+        self._poll = min(LONGEST_POLL, self._poll * 1.3)
+        return self._poll

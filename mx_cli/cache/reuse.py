@@ -1,0 +1,121 @@
+"""Nothing twice: files that a manifest of this model vouches for already, here or in another snapshot."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+from pathlib import Path
+
+from mx_cli.base.oserrors import explain
+from mx_cli.cache.layout import Model, make_dirs
+from mx_cli.cache.snapshots import Snapshots
+from mx_cli.model.manifest import Entry, FileRecord, Manifest
+
+FICLONE = 0x40049409
+Found = tuple[FileRecord, Manifest, bool]
+"""(the record, the manifest that it is from, whether a new name was made)."""
+
+
+class Reuse:
+    """Finds files that need no fetching. Reads all manifests of the model once."""
+
+    def __init__(self, model: Model, snapshots: Snapshots) -> None:
+        self._model, self._snapshots = model, snapshots
+        self._records: dict[tuple[str, ...], list[tuple[FileRecord, Manifest]]] = {}
+        for manifest in snapshots.everything():
+            for record in manifest.files:
+                for key in _keys(record.path, record.size, record.validator, dict(record.digests)):
+                    self._records.setdefault(key, []).append((record, manifest))
+
+    def in_place(self, entry: Entry, revision: str, directory: str) -> Found | None:
+        """The file under its final name, if a manifest of this very snapshot vouches for it."""
+        for manifest in self._snapshots.of(revision):
+            record = manifest.record(entry.path) if manifest.directory == directory else None
+            if record and entry.size in (None, record.size) and not self._snapshots.missing(manifest, [entry.path]):
+                return record, manifest, False
+        return None
+
+    def elsewhere(self, entry: Entry, target: Path) -> Found | None:
+        """An equal file of another snapshot, by digest or strong validator, linked (else cloned, else copied) to `target`."""
+        if entry.size is None:
+            return None
+        validator = entry.validator if entry.strong else ""
+        for key in _keys(entry.path, entry.size, validator, dict(entry.digests)):
+            for record, manifest in self._records.get(key, ()):
+                source = self._model.snapshot(manifest.directory) / record.path
+                if source == target or self._snapshots.missing(manifest, [record.path]):
+                    continue
+                make_dirs(target.parent)
+                duplicate(source, target)
+                digests = record.digests or entry.digests
+                return FileRecord(entry.path, record.size, record.xxh3, entry.validator, digests), manifest, True
+        return None
+
+
+def _keys(path: str, size: int, validator: str, digests: dict[str, str]) -> list[tuple[str, ...]]:
+    keys = [(kind, value, str(size)) for kind, value in digests.items() if kind in ("sha256", "crc64nvme")]
+    return keys + ([("validator", path, validator, str(size))] if validator else [])
+
+
+def duplicate(source: Path, target: Path) -> str:
+    """Give `target` the content of `source`, replacing it in one step: a hard link, else a clone, else a copy.
+
+    Returns which. Raises NoSpace, FilesystemRefused.
+    """
+    temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
+    try:
+        how = _link(source, temporary) or _clone_or_copy(source, temporary)
+        os.rename(temporary, target)
+        return how
+    except OSError as error:
+        raise explain(error, f"copying {source} to {target}") from None
+    finally:
+        # rename(2) of two names of one file does nothing and keeps both.
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+
+
+def _link(source: Path, target: Path) -> str:
+    try:
+        os.link(source, target)
+        return "link"
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOENT):
+            raise
+        return ""
+
+
+def _clone_or_copy(source: Path, target: Path) -> str:
+    with open(source, "rb") as reading, open(target, "xb") as writing:
+        try:
+            fcntl.ioctl(writing.fileno(), FICLONE, reading.fileno())
+            return "clone"
+        except OSError:
+            _copy(reading.fileno(), writing.fileno())
+        os.fsync(writing.fileno())
+        return "copy"
+
+
+def _copy(source: int, target: int) -> None:
+    left = os.fstat(source).st_size
+    while left > 0:
+        try:
+            count = os.copy_file_range(source, target, min(left, 1 << 30))
+        except OSError as error:
+            if error.errno not in (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF):
+                raise
+            count = _copy_some(source, target)
+        if count == 0:
+            return
+        left -= count
+
+
+def _copy_some(source: int, target: int) -> int:
+    data = os.read(source, 1 << 20)
+    view = memoryview(data)
+    while view:
+        view = view[os.write(target, view) :]
+    return len(data)

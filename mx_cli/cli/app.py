@@ -1,0 +1,66 @@
+"""The command tree, and the way in."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from mx_cli.base.errors import MxError, UsageError, exit_codes
+from mx_cli.base.version import VERSION
+from mx_cli.cli import config, prefetch
+from mx_cli.cli.session import finish
+
+EPILOG = "exit codes: " + "; ".join(f"{code} {meaning.replace('`', '')}" for code, meaning, _ in exit_codes())
+
+app = typer.Typer(
+    name="mx",
+    help="Model weights where they are needed: once, by the fastest path that exists, verified.",
+    epilog=EPILOG,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+app.command("prefetch", context_settings={"allow_interspersed_args": True})(prefetch.prefetch)
+app.command("config")(config.config)
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"mx {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version")
+    ] = False,
+) -> None:
+    """Model weights where they are needed: once, by the fastest path that exists, verified."""
+
+
+def main() -> None:
+    """Run `mx`. Ends the process with the exit code of the table."""
+    try:
+        code = app(standalone_mode=False)
+        finish(code if isinstance(code, int) else 0)
+    except Exception as error:  # noqa: BLE001 - typer's own refusals have no public base class
+        finish(_refuse(error))
+
+
+def _refuse(error: Any) -> int:
+    """A usage error of the parser: same form as every other error of mx."""
+    if not hasattr(error, "format_message"):
+        raise error
+    context = getattr(error, "ctx", None)
+    where = context.command_path if context else "mx"
+    refusal: MxError = UsageError(error.format_message().rstrip("."), hint=f"{where} --help")
+    if "--json" in sys.argv[1:]:
+        sys.stdout.write(json.dumps({"schema": 1, "error": refusal.to_json()}) + "\n")
+    sys.stderr.write(f"mx: error: {refusal.what}\nhint: {refusal.hint}\n")
+    return refusal.exit_code

@@ -1,0 +1,114 @@
+"""Options made from the table of settings, so that each has its variable in the help and one place to be read."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any, Optional, get_type_hints
+
+import typer
+
+from mx_cli.base.config import FIELDS, own_variable
+from mx_cli.cli.session import Session
+
+COMMON = ("timeout", "log_format", "progress", "strict")
+CACHE = ("cache_dir", "visibility")
+ORIGIN = (
+    "endpoint_url",
+    "region",
+    "anon",
+    "requester_pays",
+    "ca_bundle",
+    "insecure",
+    "hf_token_file",
+    "offline",
+    "connect_timeout",
+    "stall_timeout",
+    "retry_for",
+)
+TRANSFER = ("max_connections", "max_bandwidth", "range_size")
+ELECTION = ("wait", "ttl", "beat", "node_name", "namespace")
+
+_METAVARS = {"parse_size": "SIZE", "parse_duration": "DURATION", "_count": "N", "_path": "PATH", "_text": "TEXT"}
+
+Command = Callable[..., None]
+
+
+def _option(name: str) -> Any:
+    spec = FIELDS[name]
+    parse = spec.metadata["parse"]
+    variable = own_variable(name)
+    flag = "--" + name.replace("_", "-")
+    text = spec.metadata["help"]
+    shown = [f"env {variable}"] if variable else []
+    if spec.default not in (None, False):
+        shown.append(f"default {spec.default:g}" if isinstance(spec.default, float) else f"default {spec.default}")
+    help_text = f"{text} [{'; '.join(shown)}]" if shown else text
+    if parse.__name__ == "_flag":
+        return Annotated[Optional[bool], typer.Option(flag, help=help_text)]  # noqa: UP045 - typer reads the object
+    metavar = parse.__doc__ if parse.__name__ == "parse" else _METAVARS[parse.__name__]
+    return Annotated[Optional[str], typer.Option(flag, help=help_text, metavar=metavar)]  # noqa: UP045
+
+
+def command(*groups: tuple[str, ...]) -> Callable[[Command], Command]:
+    """Adds the options of the groups, and those of every command, to a function whose first parameter is the Session."""
+
+    def decorate(function: Command) -> Command:
+        names = list(dict.fromkeys([*(name for group in groups for name in group), *COMMON]))
+        hints = get_type_hints(function, include_extras=True)
+        own = list(inspect.signature(function).parameters.values())[1:]
+
+        def wrapper(**values: Any) -> None:
+            session = Session(
+                command=function.__name__.strip("_"),
+                options={name: values.pop(name) for name in names},
+                config=values.pop("config"),
+                as_json=values.pop("json"),
+                quiet=values.pop("quiet"),
+                verbose=values.pop("verbose"),
+            )
+            session.run(lambda: function(session, **values))
+
+        parameters = [parameter.replace(annotation=hints[parameter.name], kind=_KEYWORD) for parameter in own]
+        parameters += [inspect.Parameter(name, _KEYWORD, default=None, annotation=_option(name)) for name in names]
+        parameters += _EVERYWHERE
+        wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        wrapper.__name__, wrapper.__doc__ = function.__name__, function.__doc__
+        return wrapper
+
+    return decorate
+
+
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
+_EVERYWHERE = [
+    inspect.Parameter(
+        "config",
+        _KEYWORD,
+        default=None,
+        annotation=Annotated[
+            Optional[str],  # noqa: UP045
+            typer.Option("--config", help="TOML file of settings [env MX_CONFIG]", metavar="FILE"),
+        ],
+    ),
+    inspect.Parameter(
+        "json",
+        _KEYWORD,
+        default=False,
+        annotation=Annotated[bool, typer.Option("--json", help="one JSON document on stdout, errors too")],
+    ),
+    inspect.Parameter(
+        "quiet",
+        _KEYWORD,
+        default=False,
+        annotation=Annotated[bool, typer.Option("-q", "--quiet", help="only warnings and errors on stderr")],
+    ),
+    inspect.Parameter(
+        "verbose",
+        _KEYWORD,
+        default=0,
+        annotation=Annotated[
+            int, typer.Option("-v", "--verbose", count=True, help="more on stderr; -vv for still more")
+        ],
+    ),
+]

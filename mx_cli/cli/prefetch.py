@@ -1,0 +1,101 @@
+"""`mx prefetch`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+
+from mx_cli.cli.options import CACHE, ELECTION, ORIGIN, TRANSFER, command
+from mx_cli.cli.session import Session
+
+if TYPE_CHECKING:
+    from mx_cli.flows.request import Outcome
+
+MANY = Optional[list[str]]  # noqa: UP045 - typer reads the object
+PATH = Optional[str]  # noqa: UP045
+
+
+@command(CACHE, ORIGIN, TRANSFER, ELECTION, ("if_unreachable",))
+def prefetch(
+    session: Session,
+    uri: Annotated[str, typer.Argument(metavar="URI", help="s3:// gs:// hf://org/name http(s):// file:// or a path")],
+    cmd: Annotated[MANY, typer.Argument(metavar="[-- CMD ...]", help="run CMD then; {} is the directory")] = None,
+    revision: Annotated[
+        PATH, typer.Option("--revision", help="commit, branch, tag, or a revision that mx printed")
+    ] = None,
+    version_id: Annotated[PATH, typer.Option("--version-id", help="version of a single object")] = None,
+    include: Annotated[
+        MANY, typer.Option("--include", metavar="GLOB", help="only these files; may be repeated")
+    ] = None,
+    exclude: Annotated[MANY, typer.Option("--exclude", metavar="GLOB", help="not these files; may be repeated")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="all files, not one usable set")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="say what would be fetched, fetch nothing")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="hash what is there again")] = False,
+    pin: Annotated[PATH, typer.Option("--pin", metavar="NAME", help="keep the snapshot from gc")] = None,
+    to: Annotated[PATH, typer.Option("--to", metavar="DIR", help="also fill this directory")] = None,
+    link: Annotated[PATH, typer.Option("--link", metavar="PATH", help="also make a symlink to the snapshot")] = None,
+    result: Annotated[PATH, typer.Option("--result", metavar="FILE", help="also write the JSON result here")] = None,
+    hf_cache: Annotated[
+        PATH,
+        typer.Option("--hf-cache", metavar="DIR", help="also show it in a Hugging Face cache ('' = the default one)"),
+    ] = None,
+) -> None:
+    """Bring a checkpoint into the shared cache, once; print its directory."""
+    from mx_cli.flows import prefetch as flow
+    from mx_cli.flows.request import Request
+
+    context = session.context()
+    session.cache_line(context.cache().root)
+    request = Request(
+        uri=uri,
+        revision=revision or None,
+        version_id=version_id or None,
+        include=tuple(include or ()),
+        exclude=tuple(exclude or ()),
+        everything=everything,
+        verify=verify,
+        pin=pin,
+        to=None if to is None else Path(to).expanduser().absolute(),
+        link=None if link is None else Path(link).expanduser().absolute(),
+        hf_cache=None if hf_cache is None else Path(hf_cache),
+    )
+    if dry_run:
+        preview = flow.preview(request, context)
+        session.answer(preview.text(), preview.to_json())
+        return
+    outcome = flow.prefetch(request, context)
+    _report(session, outcome, result, bool(cmd))
+    if cmd:
+        _become(session, cmd, outcome)
+
+
+def _report(session: Session, outcome: Outcome, result: str | None, has_command: bool) -> None:
+    from mx_cli.base.events import Notice
+    from mx_cli.flows.deliver import write_result
+
+    session.emit(Notice(outcome.summary()))
+    document = outcome.to_json()
+    if result:
+        write_result(Path(result).expanduser().absolute(), document)
+    # Whoever takes this process over owns its stdout.
+    text = "" if has_command else str(outcome.directory)
+    if has_command and session.as_json:
+        session.as_json = False
+    session.answer(text, document, final=str(outcome.directory))
+
+
+def _become(session: Session, cmd: list[str], outcome: Outcome) -> None:
+    from mx_cli.base.errors import UsageError
+
+    directory = str(outcome.directory)
+    identity = outcome.identity.get("content") or outcome.identity.get("origin") or ""
+    environ = {**session.resolved.environ, "MX_DIR": directory, "MX_IDENTITY": identity}
+    program = [word.replace("{}", directory) for word in cmd]
+    session.prepare_exec()
+    try:
+        os.execvpe(program[0], program, environ)
+    except OSError as error:
+        raise UsageError(f"cannot run {program[0]}: {error.strerror}") from None

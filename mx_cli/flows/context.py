@@ -1,0 +1,88 @@
+"""What every flow needs: settings, where the cache is, whom to tell, when to stop."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mx_cli.base import redact
+from mx_cli.base.cancel import Stop
+from mx_cli.base.config import Resolved, Settings
+from mx_cli.base.errors import MxError, UsageError
+from mx_cli.base.events import Emit, Notice, Retried, Warned
+from mx_cli.cache.layout import Cache, Model
+from mx_cli.cache.lease import Lease
+from mx_cli.cache.snapshots import Snapshots
+from mx_cli.engine.retry import Gates
+from mx_cli.model.manifest import Entry
+from mx_cli.sources.registry import OpenOrigin, open_origin
+
+
+@dataclass
+class Context:
+    """One command's surroundings. `retries` counts what was announced through `on_retry`."""
+
+    resolved: Resolved
+    stop: Stop
+    emit: Emit
+    gates: Gates = field(default_factory=Gates)
+    retries: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def settings(self) -> Settings:
+        return self.resolved.settings
+
+    @property
+    def environ(self) -> Mapping[str, str]:
+        return self.resolved.environ
+
+    def notice(self, message: str) -> None:
+        self.emit(Notice(redact.text(message)))
+
+    def warn(self, message: str) -> None:
+        self.emit(Warned(redact.text(message)))
+
+    def on_retry(self, what: str, error: MxError, delay: float, attempt: int) -> None:
+        with self._lock:
+            self.retries += 1
+        self.emit(Retried(redact.text(what), redact.text(error.what), round(delay, 3), attempt))
+
+    def cache(self) -> Cache:
+        """The cache root: chosen, else `$XDG_CACHE_HOME/mx`, else `~/.cache/mx`. Writes nothing."""
+        settings = self.settings
+        if settings.cache_dir:
+            return Cache(settings.cache_dir)
+        base = settings.xdg_cache_home or (settings.home / ".cache" if settings.home else None)
+        if base is None:
+            raise UsageError("no place for the cache: neither HOME nor XDG_CACHE_HOME is set", hint="give --cache-dir")
+        return Cache(Path(base) / "mx", chosen=False)
+
+    def lease(self, model: Model, revision: str) -> Lease:
+        settings = self.settings
+        return Lease(model.lease(revision), settings.node_name or "", settings.namespace or "")
+
+    def snapshots(self, model: Model) -> Snapshots:
+        return Snapshots(model, self.settings.visibility)
+
+    def origin(self, uri: str, version_id: str | None = None) -> OpenOrigin:
+        return open_origin(
+            uri,
+            settings=self.settings,
+            environ=self.environ,
+            stop=self.stop,
+            on_retry=self.on_retry,
+            notice=self.notice,
+            version_id=version_id or "",
+            gates=self.gates,
+        )
+
+
+INDEX_LIMIT = 64 << 20
+
+
+def read_index(origin: OpenOrigin, entry: Entry) -> bytes:
+    """A small file of the origin, whole."""
+    return origin.read(entry, INDEX_LIMIT)

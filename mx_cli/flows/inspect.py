@@ -1,0 +1,105 @@
+"""The look at a file on its way into the cache: digests, format, tensors, in one pass over its bytes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mx_cli.base.errors import IntegrityError
+from mx_cli.engine.verify import OriginDigest, WholeDigest, new_digest
+from mx_cli.model import header, json_strict
+from mx_cli.model.digest import Digester, TensorDigest, digester
+from mx_cli.model.manifest import Entry
+
+JSON_LIMIT = 1 << 20
+CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What was found: `digests` are the origin's that matched, `rows` the tensors', `warning` what is odd but proven."""
+
+    xxh3: str
+    digests: Mapping[str, str]
+    rows: Sequence[TensorDigest]
+    warning: str = ""
+
+
+class Inspection:
+    """The consumer of one file.
+
+    A payload that is plainly something else (an HTML page, a git-lfs pointer) is refused always. A file whose format is
+    wrong in another way is refused unless its bytes are proven to be the origin's, by a digest of the origin's: then the
+    origin holds it so, and mx says that.
+    """
+
+    def __init__(self, entry: Entry, *, is_weight: bool) -> None:
+        self._entry = entry
+        self._whole = WholeDigest()
+        self._origin = OriginDigest(entry.path, entry.digests)
+        self._is_weight = is_weight
+        self._tensors: Digester | None = None
+        self._head = bytearray()
+        self._json = bytearray()
+        self._wants_json = entry.path.endswith(".json") and not self._origin.kind
+        self._problem: IntegrityError | None = None
+
+    def update(self, view: memoryview) -> None:
+        self._whole.update(view)
+        self._origin.update(view)
+        if len(self._head) < header.SNIFF_BYTES:
+            self._head += view[: header.SNIFF_BYTES - len(self._head)]
+        if self._wants_json and len(self._json) <= JSON_LIMIT:
+            self._json += view
+        if self._is_weight and self._problem is None and self._entry.size is not None:
+            self._feed_tensors(view)
+
+    def _feed_tensors(self, view: memoryview) -> None:
+        try:
+            if self._tensors is None:
+                self._tensors = digester(self._entry.path, self._entry.size or 0)
+            self._tensors.update(view)
+        except IntegrityError as error:
+            self._problem = error
+
+    def finish(self) -> None:
+        self._whole.finish()
+        self._origin.finish()
+
+    def verdict(self, fd: int, size: int) -> Verdict:
+        """After `finish`. Raises IntegrityError for a format that is wrong and not proven to be the origin's own."""
+        rows: Sequence[TensorDigest] = ()
+        try:
+            header.check_payload(self._entry.path, bytes(self._head), size)
+            if self._problem:
+                raise self._problem
+            if self._is_weight:
+                tensors = self._tensors or digester(self._entry.path, size)
+                rows = tensors.finish() if self._entry.size is not None else ()
+            if self._wants_json and size <= JSON_LIMIT:
+                json_strict.parse(bytes(self._json), self._entry.path, error=IntegrityError)
+        except IntegrityError as error:
+            is_plainly_else = header.sniff(bytes(self._head)) is not None or (size > 0 and not any(self._head))
+            if is_plainly_else or not self._proven(fd):
+                raise
+            return Verdict(self._whole.value, self._matched(), (), f"{error.what}; the origin holds it so")
+        return Verdict(self._whole.value, self._matched(), rows)
+
+    def _matched(self) -> dict[str, str]:
+        kind = self._origin.kind
+        return {kind: self._entry.digests[kind]} if kind else {}
+
+    def _proven(self, fd: int) -> bool:
+        """Whether the bytes are the origin's beyond doubt. A validator that looks like an md5 is tried as one."""
+        if self._origin.kind:
+            return True
+        tag = self._entry.validator.strip('"').lower()
+        if len(tag) != 32 or set(tag) - set("0123456789abcdef"):
+            return False
+        running = new_digest("md5")
+        at = 0
+        while data := os.pread(fd, CHUNK, at):
+            running.update(memoryview(data))
+            at += len(data)
+        return running.hexdigest() == tag

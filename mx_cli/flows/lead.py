@@ -1,0 +1,310 @@
+"""Leading one term: take over what is there, fetch what is missing, verify, publish."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from mx_cli.base.cancel import Stop
+from mx_cli.base.errors import IntegrityError, MxError, OriginChanged
+from mx_cli.base.oserrors import explain
+from mx_cli.base.version import VERSION
+from mx_cli.cache.beat import WAIT_LIMIT, Beat, Deposed
+from mx_cli.cache.layout import Model, make_dirs, sync_directory
+from mx_cli.cache.lease import Lease
+from mx_cli.cache.parts import Parts
+from mx_cli.cache.reserve import check_space, sync_filesystem
+from mx_cli.cache.reuse import Reuse
+from mx_cli.cache.snapshots import Snapshots
+from mx_cli.engine.meter import Meter
+from mx_cli.engine.ports import Block, ReadItem
+from mx_cli.engine.run import Limits, Transfer, cores
+from mx_cli.engine.threads import Lifted, Throttle
+from mx_cli.engine.verify import Consumer
+from mx_cli.flows.context import Context
+from mx_cli.flows.identify import identities
+from mx_cli.flows.inspect import Inspection
+from mx_cli.flows.request import Clock, Led, Wanted
+from mx_cli.model.manifest import Entry, FileRecord, Listing, Manifest, selection_digest
+from mx_cli.model.selection import RULES_VERSION
+from mx_cli.plan.ranges import pieces, total
+from mx_cli.sinks.files import FileSink, Opened
+from mx_cli.sources.registry import OpenOrigin
+
+LARGE = 1 << 20
+MANY_SMALL = 64
+INTEGRITY_TRIES = 2
+
+
+class Leader:
+    """One term of one revision. `run` blocks until the selection is published, or raises; then the lease says why."""
+
+    def __init__(
+        self, context: Context, model: Model, origin: OpenOrigin, listing: Listing, wanted: Wanted, cache_root: Path
+    ) -> None:
+        self._context, self._model, self._origin = context, model, origin
+        self._listing, self._wanted, self._root = listing, wanted, cache_root
+        self.meter = Meter()
+        self._records: dict[str, FileRecord] = {}
+        self._rows: dict[str, Sequence[tuple[str, str, tuple[int, ...], tuple[str, ...]]]] = {}
+        self._lock = threading.Lock()
+        self._unsynced: set[Path] = set()
+        self._directories: set[Path] = set()
+        self._term = 0
+        self._work = Stop()
+
+    def run(self, lease: Lease, term: int, revision: str, clock: Clock, chosen: bool) -> Led:
+        """Raises Deposed when another leads now, OriginChanged when the listing is out of date, or the failure."""
+        self._lease, self._term, self._revision, self._clock = lease, term, revision, clock
+        stop = self._context.stop
+        try:
+            with (
+                stop.calling(lambda: self._work.request(stop.reason or MxError("stopped"))),
+                Beat(lease, term, self.meter, self._context.settings.beat, self._deposed),
+            ):
+                led = self._lead(chosen)
+        except (Deposed, OriginChanged):
+            lease.leave(term)
+            raise
+        except MxError as error:
+            if stop.requested:
+                lease.leave(term)
+            else:
+                lease.fail(term, error)
+            raise
+        except BaseException:
+            lease.leave(term)
+            raise
+        lease.leave(term)
+        lease.sweep(term)
+        return led
+
+    def _deposed(self) -> None:
+        self._work.request(Deposed("another process leads now"))
+
+    def _check_term(self) -> None:
+        self._work.check()
+        if self._lease.look().term > self._term:
+            raise Deposed("another process leads now")
+
+    # -- the steps -----------------------------------------------------------------------------------------------
+
+    def _lead(self, chosen: bool) -> Led:
+        entries = sorted((e for e in self._listing.files if e.path in self._wanted.files), key=lambda e: e.path)
+        snapshots = Snapshots(self._model, self._context.settings.visibility)
+        directory = snapshots.directory_for(self._revision, self._wanted.weights)
+        self._target = self._model.snapshot(directory)
+        self.meter.total = sum(e.size or 0 for e in entries)
+        self.meter.files_total = len(entries)
+        start = time.monotonic()
+        left = self._adopt(entries, snapshots, directory)
+        parts = Parts(self._model, self._revision, self._term, self.meter)
+        try:
+            self._check_term()
+            parts.fence(left, {e.path: self._target / e.path for e in left})
+            self._clock.verify += time.monotonic() - start
+            self._fetch(left, parts, chosen)
+            start = time.monotonic()
+            manifest = self._manifest(entries, directory)
+            self._make_durable()
+            self._check_term()
+            snapshots.publish(manifest)
+            parts.clear()
+            self._clock.publish += time.monotonic() - start
+        finally:
+            parts.journal.close()
+        return Led(manifest, self.meter.fetched, self.meter.total - min(self.meter.total, self.meter.fetched))
+
+    def _adopt(self, entries: list[Entry], snapshots: Snapshots, directory: str) -> list[Entry]:
+        """Take what manifests vouch for: files that are in place, and equal ones of other snapshots. Returns the rest."""
+        reuse = Reuse(self._model, snapshots)
+        left = []
+        for entry in entries:
+            found = reuse.in_place(entry, self._revision, directory) or reuse.elsewhere(
+                entry, self._target / entry.path
+            )
+            if found is None:
+                left.append(entry)
+                continue
+            record, manifest, made = found
+            if made:
+                self._published(entry.path, small=record.size < LARGE)
+            self._records[entry.path] = record
+            self._rows[entry.path] = [(n, d, s, b) for f, n, d, s, b in manifest.tensors if f == record.path]
+            self.meter.have(record.size)
+            self.meter.file_done()
+        return left
+
+    def _fetch(self, entries: list[Entry], parts: Parts, chosen: bool) -> None:
+        for attempt in range(1, INTEGRITY_TRIES + 1):
+            todo = [entry for entry in entries if entry.path not in self._records]
+            try:
+                return self._transfer(todo, parts, chosen)
+            except OriginChanged:
+                raise
+            except IntegrityError as error:
+                if attempt == INTEGRITY_TRIES or not self._suspect:
+                    raise
+                self._context.on_retry("the file", error, 0.0, attempt)
+                for entry in self._suspect:
+                    parts.void(entry)
+        return None
+
+    def _transfer(self, entries: list[Entry], parts: Parts, chosen: bool) -> None:
+        self._suspect: list[Entry] = []
+        settings, meter = self._context.settings, self.meter
+        sink = FileSink(
+            lambda entry: self._open(entry, parts),
+            self._consumers,
+            lambda entry, block: self._commit(entry, block, parts),
+            lambda entry, size, fd, consumers: self._complete(entry, size, fd, consumers, parts),
+            meter,
+            max(2, cores()),
+        )
+        start = time.monotonic()
+        try:
+            meter.phase = "check"
+            items = self._plan(entries, sink, parts, chosen)
+            self._clock.verify += time.monotonic() - start
+            start, meter.phase = time.monotonic(), "transfer"
+            source = Lifted(self._origin, Throttle(settings.max_bandwidth) if settings.max_bandwidth else None)
+            limits = Limits(settings.retry_for, settings.stall_timeout, 2 * cores(), settings.max_connections)
+            gate = self._context.gates[self._origin.caps.host]
+            transfer = Transfer(source, sink, limits, gate, meter, self._work, self._context.on_retry)
+            transfer.run(items)
+            self._clock.transfer += time.monotonic() - start
+            start, meter.phase = time.monotonic(), "verify"
+            sink.wait(self._work)
+            self._clock.verify += time.monotonic() - start
+        finally:
+            sink.close()
+
+    def _plan(self, entries: list[Entry], sink: FileSink, parts: Parts, chosen: bool) -> list[ReadItem]:
+        """Open what earlier terms left, check the room for the rest, and cut it into items: small files first."""
+        started = [entry for entry in entries if os.path.lexists(parts.path(entry))]
+        have = {entry.path: sink.open(entry).have for entry in started}
+        need = sum(e.size or 0 for e in entries if e.path not in have)
+        check_space(self._root, need, len(entries) - len(have), chosen=chosen)
+        size = min(self._context.settings.range_size, self._origin.caps.item_size)
+        items = []
+        for entry in sorted(entries, key=lambda e: ((e.size or 0) > size, e.path)):
+            spans = have.get(entry.path, [])
+            self.meter.have(total(spans))
+            if entry.size is None or not entry.validator:
+                items.append(ReadItem(entry, 0, entry.size, whole=True))
+                continue
+            todo = pieces(entry.size, spans, size)
+            items += [ReadItem(entry, start, end - start) for start, end in todo]
+            if not todo:
+                sink.end(entry, entry.size)
+        return items
+
+    def _open(self, entry: Entry, parts: Parts) -> Opened:
+        part = parts.open(entry)
+        return Opened(part.fd, part.have)
+
+    def _consumers(self, entry: Entry) -> Sequence[Consumer]:
+        return [Inspection(entry, is_weight=entry.path in self._wanted.weights)]
+
+    def _commit(self, entry: Entry, block: Block, parts: Parts) -> None:
+        if entry.resumable and (entry.size or 0) > LARGE:
+            parts.claim(entry, block.offset, block.length, block.digest)
+
+    # -- publishing ----------------------------------------------------------------------------------------------
+
+    def _complete(self, entry: Entry, size: int, fd: int, consumers: Sequence[Consumer], parts: Parts) -> None:
+        """All bytes are there and were consumed: check, make durable, give the file its name. In a verifying thread."""
+        (inspection,) = consumers
+        assert isinstance(inspection, Inspection)
+        try:
+            result = inspection.verdict(fd, size)
+        except IntegrityError:
+            self._suspect.append(entry)
+            raise
+        if result.warning:
+            self._context.warn(result.warning)
+        try:
+            if os.fstat(fd).st_size != size:
+                os.ftruncate(fd, size)
+            small = size < LARGE
+            if not small:
+                self.meter.waiting(WAIT_LIMIT)
+                os.fsync(fd)
+                self.meter.tick()
+            self._check_term()
+            self._give_name(entry, fd, parts)
+        except OSError as error:
+            raise explain(error, f"publishing {entry.path}") from None
+        record = FileRecord(entry.path, size, result.xxh3, entry.validator if entry.strong else "", result.digests)
+        self._published(entry.path, small)
+        with self._lock:
+            self._records[entry.path] = record
+            self._rows[entry.path] = result.rows
+        self.meter.file_done()
+
+    def _give_name(self, entry: Entry, fd: int, parts: Parts) -> None:
+        final = self._target / entry.path
+        make_dirs(final.parent)
+        try:
+            os.rename(parts.path(entry), final)
+        except FileNotFoundError:
+            # A successor took the part. The name is as good if it is the file that was verified here.
+            with contextlib.suppress(FileNotFoundError):
+                if os.stat(final).st_ino == os.fstat(fd).st_ino:
+                    return
+            raise Deposed("another process leads now") from None
+
+    def _published(self, path: str, small: bool) -> None:
+        final = self._target / path
+        with self._lock:
+            if small:
+                self._unsynced.add(final)
+            self._directories.update((self._target / path).parents[: len(Path(path).parts)])
+            self._directories.add(self._target.parent)
+
+    def _make_durable(self) -> None:
+        """Every small file, by one syncfs where they are many, then every directory."""
+        self.meter.phase = "publish"
+        self.meter.waiting(WAIT_LIMIT)
+        try:
+            if len(self._unsynced) < MANY_SMALL or not sync_filesystem(self._root):
+                for path in self._unsynced:
+                    _sync_file(path)
+            for directory in self._directories:
+                if directory.is_dir():
+                    sync_directory(directory)
+        except OSError as error:
+            raise explain(error, f"syncing {self._target}") from None
+
+    def _manifest(self, entries: list[Entry], directory: str) -> Manifest:
+        rows = [(path, *row) for path in sorted(self._rows) for row in self._rows[path]]
+        records = tuple(self._records[entry.path] for entry in entries)
+        config = self._target / "config.json"
+        data = config.read_bytes() if "config.json" in self._wanted.files else None
+        identity = identities(self._model.uri, self._listing.revision, self._rows, self._wanted.prefixes, data)
+        return Manifest(
+            uri=self._model.uri,
+            revision=self._revision,
+            selection=selection_digest(self._wanted.files),
+            rules=RULES_VERSION,
+            directory=directory,
+            files=records,
+            weights=tuple(sorted(self._wanted.weights)),
+            tensors=tuple(rows),
+            identity=identity,
+            listing=tuple((e.path, e.size) for e in self._listing.files),
+            version=VERSION,
+            created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        )
+
+
+def _sync_file(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,366 @@
+"""`mx prefetch`: the checkpoint into the shared cache; one process downloads, the others follow."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+from mx_cli.base import units
+from mx_cli.base.errors import (
+    AccessDenied,
+    FilesystemRefused,
+    MxError,
+    NotFound,
+    OriginChanged,
+    TransportFailed,
+    Unreachable,
+    WaitExpired,
+)
+from mx_cli.base.events import Progress
+from mx_cli.cache.beat import Deposed
+from mx_cli.cache.follow import Watch
+from mx_cli.cache.layout import Cache, Model
+from mx_cli.cache.lease import Lease
+from mx_cli.cache.reserve import check_collisions, probe_rename
+from mx_cli.cache.snapshots import Snapshots
+from mx_cli.flows import deliver
+from mx_cli.flows.context import Context
+from mx_cli.flows.lead import Leader
+from mx_cli.flows.progress import watching
+from mx_cli.flows.request import Clock, Led, Outcome, Preview, Request, Wanted
+from mx_cli.flows.select import wanted_of
+from mx_cli.flows.verify import verify_snapshot
+from mx_cli.model.manifest import Entry, Listing, Manifest
+from mx_cli.model.selection import collisions
+from mx_cli.sources.registry import OpenOrigin
+
+CHANGES = 3
+# What a follower may hope to do better than its leader: other credentials, another network, another mount.
+OWN_TRY = (AccessDenied, Unreachable, TransportFailed, FilesystemRefused)
+UNVERSIONED = "none"
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def prefetch(request: Request, context: Context) -> Outcome:
+    """Blocks until the selection is complete in the cache. Idempotent: what is there is not fetched again.
+
+    Raises the MxErrors of the exit-code table; whatever was fetched before a failure is kept for the next run.
+    """
+    return Prefetch(request, context).run()
+
+
+def preview(request: Request, context: Context) -> Preview:
+    """What a prefetch would do. Asks the origin, writes nothing."""
+    return Prefetch(request, context).preview()
+
+
+class Prefetch:
+    """One run. `resolve` finds out what is wanted, `run` gets it."""
+
+    def __init__(self, request: Request, context: Context) -> None:
+        self._request, self._context = request, context
+        self._clock = Clock()
+        self._cache: Cache = context.cache()
+        self._origin: OpenOrigin = context.origin(request.uri, request.version_id)
+        self._model: Model = self._cache.model(self._origin.uri)
+        self._snapshots: Snapshots = context.snapshots(self._model)
+        self._revision = request.revision or self._origin.revision
+
+    def run(self) -> Outcome:
+        try:
+            for attempt in range(1, CHANGES + 1):
+                try:
+                    return self._once()
+                except OriginChanged as error:
+                    if attempt == CHANGES or self._pinned:
+                        raise
+                    self._context.warn(f"{error.what}; listing the origin again")
+            raise AssertionError("unreachable")
+        finally:
+            self._origin.close()
+
+    def preview(self) -> Preview:
+        try:
+            listing = self.listing(writes=False)
+            wanted = wanted_of(listing, self._request, self._read_small)
+        finally:
+            self._origin.close()
+        there = self._there(listing)
+        rows = tuple((e.path, e.size, e.path in there) for e in listing.files if e.path in wanted.files)
+        directory = self._snapshots.directory_for(listing.revision, wanted.weights)
+        return Preview(self._origin.uri, listing.revision, self._model.snapshot(directory), rows, wanted.skipped)
+
+    def _once(self) -> Outcome:
+        start = time.monotonic()
+        listing = self.listing()
+        wanted = wanted_of(listing, self._request, self._read_small)
+        self._clock.resolve += time.monotonic() - start
+        if wanted.skipped:
+            self._context.notice(wanted.skipped)
+        self._context.notice(f"revision {listing.revision or 'unknown'}: {_amount(listing, wanted)}")
+        hit = listing.revision and self._snapshots.complete(listing.revision, wanted.files, wanted.weights)
+        if hit:
+            return self._hit(hit, listing, wanted)
+        if self._offline:
+            raise self._offline_miss(listing, wanted)
+        return self._obtain(listing, wanted)
+
+    # -- what is wanted ------------------------------------------------------------------------------------------
+
+    @property
+    def _offline(self) -> bool:
+        return self._context.settings.offline
+
+    @property
+    def _pinned(self) -> bool:
+        """Whether the revision asked for is an immutable one."""
+        if not self._revision:
+            return False
+        return not self._origin.uri.startswith("hf://") or bool(_COMMIT.fullmatch(self._revision))
+
+    @property
+    def _ref(self) -> str:
+        if self._revision:
+            return self._revision
+        return "main" if self._origin.uri.startswith("hf://") else "latest"
+
+    def listing(self, *, writes: bool = True) -> Listing:
+        """What the origin holds: from the cache when the revision is pinned and known, or offline; else from the origin."""
+        known = self._known(self._revision) if self._pinned else None
+        if known and self._all_there(known):
+            return known
+        if self._offline:
+            return self._cached_listing("offline")
+        if writes and not self._model.exists:
+            # Nothing can be a hit: find out now, not after the listing, whether the cache can be written.
+            self._prepare()
+        try:
+            return self._origin.listing(self._revision or None, self._context.stop)
+        except Unreachable as error:
+            if self._context.settings.if_unreachable == "cached":
+                return self._cached_listing(error.what)
+            raise
+
+    def _known(self, revision: str) -> Listing | None:
+        """The listing of a revision that a manifest remembers."""
+        for manifest in self._snapshots.of(revision):
+            return listing_of(manifest)
+        return None
+
+    def _all_there(self, listing: Listing) -> bool:
+        wanted = wanted_of(listing, self._request, self._read_cached)
+        return self._snapshots.complete(listing.revision, wanted.files, wanted.weights) is not None
+
+    def _cached_listing(self, why: str) -> Listing:
+        if self._pinned:
+            revision, age = self._revision, ""
+        else:
+            found = self._model.read_ref(self._ref)
+            if found is None:
+                raise NotFound(
+                    f"{self._origin.uri}: {why}, and {self._ref!r} was never resolved in this cache",
+                    hint="run once without --offline, or name a cached revision with --revision (mx cache ls)",
+                )
+            revision, resolved = found
+            age = f", resolved {units.duration(max(0.0, time.time() - resolved))} ago"
+        known = self._known(revision)
+        if known is None:
+            raise NotFound(
+                f"{self._origin.uri}: {why}, and revision {revision} is not in the cache",
+                hint="mx cache ls shows what is",
+            )
+        self._context.notice(f"{why}: using the cached revision {revision}{age}")
+        return known
+
+    def _read_small(self, path: str, listing: Listing) -> bytes:
+        cached = self._cached(path, listing)
+        if cached is not None:
+            return cached
+        if self._offline or not listing.files:
+            raise NotFound(f"{path} is not in the cache")
+        entry = next(entry for entry in listing.files if entry.path == path)
+        return self._origin.read(entry, 64 << 20)
+
+    def _read_cached(self, path: str, listing: Listing) -> bytes:
+        data = self._cached(path, listing)
+        if data is None:
+            raise NotFound(f"{path} is not in the cache")
+        return data
+
+    def _cached(self, path: str, listing: Listing) -> bytes | None:
+        for manifest in self._snapshots.of(listing.revision) if listing.revision else ():
+            if manifest.record(path):
+                try:
+                    return (self._model.snapshot(manifest.directory) / path).read_bytes()
+                except OSError:
+                    continue
+        return None
+
+    def _there(self, listing: Listing) -> set[str]:
+        """The files of a revision that manifests vouch for and that are on the disk."""
+        return {
+            record.path
+            for manifest in (self._snapshots.of(listing.revision) if listing.revision else ())
+            for record in manifest.files
+            if not self._snapshots.missing(manifest, [record.path])
+        }
+
+    def _offline_miss(self, listing: Listing, wanted: Wanted) -> MxError:
+        lacking = sorted(wanted.files - self._there(listing)) or sorted(wanted.files)
+        shown = ", ".join(lacking[:5]) + (f" and {len(lacking) - 5} more" if len(lacking) > 5 else "")
+        return NotFound(
+            f"{self._origin.uri}: offline, and not in the cache: {shown}", hint="run once without --offline"
+        )
+
+    # -- getting it ----------------------------------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        self._cache.prepare()
+        probe_rename(self._cache.models)
+
+    def _obtain(self, listing: Listing, wanted: Wanted) -> Outcome:
+        """Follow whoever leads, or lead."""
+        self._prepare_for(listing, wanted)
+        lease = self._context.lease(self._model, listing.revision or UNVERSIONED)
+        watch = Watch(lease, self._context.settings.ttl)
+        began = time.monotonic()
+        following, own_try = 0, False
+        while True:
+            self._context.stop.check()
+            view = watch.look()
+            revision = listing.revision or f"{UNVERSIONED}-{following}"
+            found = Snapshots(self._model, self._context.settings.visibility).complete(
+                revision, wanted.files, wanted.weights
+            )
+            if found and (listing.revision or following):
+                self._clock.wait = time.monotonic() - began - self._spent()
+                return self._finish(found, listing, wanted, "follower", 0)
+            if view.failed and view.term == following and not own_try:
+                failure = lease.failure(view.term)
+                if not isinstance(failure, OWN_TRY):
+                    raise failure
+                own_try = True
+                self._context.warn(f"the leader failed ({failure.what}); trying once myself")
+            if watch.vacant():
+                term = view.term + 1
+                if lease.claim(term):
+                    self._clock.wait = time.monotonic() - began - self._spent()
+                    try:
+                        return self._lead(lease, term, listing, wanted)
+                    except Deposed:
+                        self._context.warn("another process took over; following it")
+                following = 0
+                continue
+            following = view.term
+            self._tell(watch, lease, listing, wanted)
+            self._check_wait(began)
+            self._context.stop.wait(watch.pause())
+
+    def _spent(self) -> float:
+        return self._clock.transfer + self._clock.verify + self._clock.publish
+
+    def _prepare_for(self, listing: Listing, wanted: Wanted) -> None:
+        try:
+            self._prepare()
+            self._model.prepare()
+            pairs = collisions(sorted(wanted.files))
+            if pairs:
+                check_collisions(self._model.path, pairs)
+            if listing.ref and listing.revision:
+                self._model.write_ref(listing.ref, listing.revision)
+        except FilesystemRefused as error:
+            missing = self._offline_miss(listing, wanted).what.partition("not in the cache: ")[2]
+            raise FilesystemRefused(f"{error.what}; missing in the cache: {missing}", hint=error.hint) from None
+
+    def _lead(self, lease: Lease, term: int, listing: Listing, wanted: Wanted) -> Outcome:
+        if not lease.lock_works:
+            self._context.notice(
+                "flock does not work here; the election does not need it, but a dead leader is noticed only after the TTL"
+            )
+        self._context.notice(f"leading term {term}")
+        revision = listing.revision or f"{UNVERSIONED}-{term}"
+        leader = Leader(self._context, self._model, self._origin, listing, wanted, self._cache.root)
+        with watching(self._context, leader):
+            led: Led = leader.run(lease, term, revision, self._clock, self._cache.chosen)
+        if listing.ref and not listing.revision:
+            self._model.write_ref(listing.ref, revision)
+        return self._finish(led.manifest, listing, wanted, "leader", led.fetched)
+
+    def _tell(self, watch: Watch, lease: Lease, listing: Listing, wanted: Wanted) -> None:
+        view = watch.view
+        total = sum(e.size or 0 for e in listing.files if e.path in wanted.files)
+        self._context.emit(
+            Progress("follow", view.bytes_done, total, 0.0, leader=lease.leader(view.term), alive=watch.silent_for)
+        )
+
+    def _check_wait(self, began: float) -> None:
+        limit = self._context.settings.wait
+        if limit is not None and time.monotonic() - began > limit:
+            raise WaitExpired(
+                f"another process has been downloading for longer than --wait ({limit:g} s)", hint="mx status shows it"
+            )
+
+    # -- the answer ----------------------------------------------------------------------------------------------
+
+    def _hit(self, manifest: Manifest, listing: Listing, wanted: Wanted) -> Outcome:
+        if self._request.verify:
+            used = verify_snapshot(self._model, manifest, listing, self._context)
+            self._context.notice(f"verified against {used}")
+        if listing.ref and not self._offline:
+            try:
+                self._model.write_ref(listing.ref, listing.revision)
+            except MxError:
+                self._context.notice("the cache is read-only here; nothing was written")
+        self._context.notice("revalidated, not transferred")
+        return self._finish(manifest, listing, wanted, "hit", 0)
+
+    def _finish(self, manifest: Manifest, listing: Listing, wanted: Wanted, role: str, fetched: int) -> Outcome:
+        self._model.mark_used(manifest.revision)
+        self._deliver(manifest, listing, wanted)
+        total = sum(record.size for record in manifest.files if record.path in wanted.files)
+        return Outcome(
+            uri=self._origin.uri,
+            revision=manifest.revision,
+            identity={kind: manifest.identity.get(kind) for kind in ("content", "origin")},
+            directory=self._model.snapshot(manifest.directory),
+            role=role,
+            bytes_total=total,
+            bytes_fetched=fetched,
+            bytes_reused=max(0, total - fetched),
+            files=len(wanted.files),
+            clock=self._clock,
+        )
+
+    def _deliver(self, manifest: Manifest, listing: Listing, wanted: Wanted) -> None:
+        request, source = self._request, self._model.snapshot(manifest.directory)
+        records = [record for record in manifest.files if record.path in wanted.files]
+        if request.pin:
+            deliver.pin(self._model, request.pin, manifest.revision, manifest.directory)
+        if request.hf_cache is not None:
+            hub = self._hub_cache(request.hf_cache)
+            deliver.hf_view(self._cache, manifest.uri, manifest.revision, listing.ref, source, records, hub)
+        if request.to:
+            deliver.copy_to(source, records, request.to)
+        if request.link:
+            deliver.link(source, request.link, self._cache.root)
+
+    def _hub_cache(self, given: Path) -> Path:
+        settings = self._context.settings
+        if str(given) not in ("", "."):
+            return given.expanduser().absolute()
+        if settings.hf_hub_cache:
+            return settings.hf_hub_cache
+        home = settings.hf_home or (settings.home or Path("/")) / ".cache" / "huggingface"
+        return home / "hub"
+
+
+def listing_of(manifest: Manifest) -> Listing:
+    """What the origin held at the manifest's revision, as far as it is remembered: paths and sizes."""
+    return Listing(manifest.uri, manifest.revision, tuple(Entry(path, size) for path, size in manifest.listing))
+
+
+def _amount(listing: Listing, wanted: Wanted) -> str:
+    sizes = [entry.size for entry in listing.files if entry.path in wanted.files]
+    unknown = " and what has no known size" if None in sizes else ""
+    return f"{len(sizes)} files, {units.size(sum(size or 0 for size in sizes))}{unknown}"

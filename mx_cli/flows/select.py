@@ -1,0 +1,45 @@
+"""From a listing and what was asked for to the files that are wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mx_cli.base import units
+from mx_cli.flows.request import Request, Wanted
+from mx_cli.model.manifest import Listing
+from mx_cli.model.selection import Selection, check_paths, index_files, read_index, select
+
+Read = Callable[[str, Listing], bytes]
+SHOWN = 3
+
+
+def wanted_of(listing: Listing, request: Request, read: Read) -> Wanted:
+    """Resolve the selection; `read(path, listing)` gives a small file (the shard indexes are needed to choose).
+
+    Raises IntegrityError for hostile names and incomplete indexes, NotFound when nothing is selected.
+    """
+    paths = [entry.path for entry in listing.files]
+    check_paths(paths)
+    indexes = {}
+    if not request.include and not request.everything:
+        indexes = {path: read_index(path, read(path, listing)) for path in index_files(paths)}
+    selection = select(
+        [(entry.path, entry.size or 0) for entry in listing.files],
+        indexes,
+        include=request.include,
+        exclude=request.exclude,
+        everything=request.everything,
+    )
+    return Wanted(frozenset(selection.files), dict(selection.weights), _skipped(selection))
+
+
+def _skipped(selection: Selection) -> str:
+    if not selection.left_out:
+        return ""
+    shown = ", ".join(f"{path} ({reason})" for path, _, reason in selection.left_out[:SHOWN])
+    more = len(selection.left_out) - SHOWN
+    return (
+        f"left out {len(selection.left_out)} files, {units.size(selection.bytes_saved)} saved: {shown}"
+        + (f", and {more} more" if more > 0 else "")
+        + " (--all takes everything)"
+    )
