@@ -106,6 +106,7 @@ def parse(
     if base in ("s3", "gs") and (not transport or transport in _PORTS):
         if transport:
             server, _, rest = rest.partition("/")
+            _no_credentials(server, text)
             return _object(base, rest, f"{transport}://{server}", text)
         return _object(base, rest, endpoint(base), text)
     raise UsageError(f"unknown scheme {scheme}:// in {redact.url(text)}", hint=f"known: {', '.join(KNOWN)} and paths")
@@ -152,11 +153,7 @@ def _hub(rest: str, shown: str) -> Uri:
 
 def _object(scheme: str, rest: str, endpoint: str, shown: str) -> Uri:
     bucket, _, key = rest.partition("/")
-    if "@" in bucket:
-        raise UsageError(
-            f"{redact.url(shown)}: credentials do not belong into a URI",
-            hint="use the provider's own variables and files",
-        )
+    _no_credentials(bucket, shown)
     if not bucket:
         raise UsageError(f"{shown}: no bucket", hint=f"write {scheme}://bucket/key")
     if endpoint:
@@ -165,6 +162,14 @@ def _object(scheme: str, rest: str, endpoint: str, shown: str) -> Uri:
     path = key.rstrip("/")
     text = f"{prefix}{bucket}" + (f"/{path}" if path else "")
     return Uri(scheme, text, shown, place=bucket, path=path, folder=not path or key != path, endpoint=endpoint)
+
+
+def _no_credentials(server: str, shown: str) -> None:
+    if "@" in server:
+        raise UsageError(
+            f"{redact.url(shown)}: credentials do not belong into a URI",
+            hint="use the provider's own variables and files",
+        )
 
 
 def _server(endpoint: str) -> str:
