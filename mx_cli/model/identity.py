@@ -20,10 +20,8 @@ from typing import Any
 
 from mx_cli.base import canonical
 from mx_cli.base.errors import UsageError
-from mx_cli.model.digest import TensorDigest, TensorDigester
+from mx_cli.model.digest import TensorDigest
 from mx_cli.model.header import BITS
-
-__all__ = ["KINDS", "Identity", "TensorDigest", "TensorDigester", "best_match", "comparable", "diff", "strongest"]
 
 KINDS = {"content": "mx1c-", "origin": "mx1o-", "config": "mx1x-"}
 """Prefix of each kind, the strongest evidence first."""
@@ -120,11 +118,17 @@ def comparable(left: Identity, right: Identity) -> bool:
     return left.kind == right.kind
 
 
-def best_match(left: Iterable[Identity], right: Iterable[Identity]) -> tuple[Identity, Identity] | None:
-    """The pair of the strongest kind that both know, equal ones first; None when they are not comparable."""
-    order = list(KINDS)
-    pairs = [(one, other) for one in left for other in right if comparable(one, other)]
-    return min(pairs, key=lambda pair: (pair[0].id != pair[1].id, order.index(pair[0].kind)), default=None)
+def match(wanted: Iterable[Identity], offered: Iterable[Identity]) -> Identity | None:
+    """The strongest identity that is on both sides; None when weights may not be exchanged. A config never matches."""
+    ids = {identity.id for identity in offered}
+    equal = [identity for identity in wanted if identity.id in ids and identity.kind != "config"]
+    return strongest(equal) if equal else None
+
+
+def strongest_pair(left: Iterable[Identity], right: Iterable[Identity]) -> tuple[Identity, Identity] | None:
+    """The two of the strongest kind that both sides know; None when they are not comparable."""
+    lefts, rights = {one.kind: one for one in left}, {other.kind: other for other in right}
+    return next(((lefts[kind], rights[kind]) for kind in KINDS if kind in lefts and kind in rights), None)
 
 
 def diff(left: Identity, right: Identity) -> list[tuple[str, Any, Any]]:

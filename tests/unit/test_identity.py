@@ -14,7 +14,8 @@ from hypothesis import strategies as some
 from mx_cli.base import canonical
 from mx_cli.base.errors import IntegrityError, UsageError
 from mx_cli.model import digest, identity
-from mx_cli.model.identity import Identity, TensorDigest
+from mx_cli.model.digest import TensorDigest
+from mx_cli.model.identity import Identity
 from mx_cli.model.layout import layout
 from tests.rig import torture
 
@@ -281,10 +282,19 @@ def test_kinds_are_compared_strongest_first() -> None:
     contents = [identity.of_content([row], None), identity.of_content([row._replace(name="b")], None)]
     origin, config = identity.of_origin("hf://a/b", "1"), identity.of_config({})
     assert identity.strongest([config, origin, contents[0]]) is contents[0]
-    assert identity.best_match([contents[0], origin], [contents[1], origin]) == (origin, origin)
-    assert identity.best_match([contents[0], origin], [contents[0], origin]) == (contents[0], contents[0])
-    assert identity.best_match([contents[0]], [contents[1]]) == (contents[0], contents[1])
-    assert identity.best_match([contents[0]], [origin]) is None
+    assert identity.strongest_pair([contents[0], origin], [contents[1], origin]) == (contents[0], contents[1])
+    assert identity.strongest_pair([contents[0], config], [origin, config]) == (config, config)
+    assert identity.strongest_pair([contents[0]], [origin]) is None
+
+
+def test_H07_what_may_be_exchanged() -> None:
+    row = TensorDigest("a", "U8", (1,), ("0" * 32,))
+    contents = [identity.of_content([row], None), identity.of_content([row._replace(name="b")], None)]
+    origin, config = identity.of_origin("hf://a/b", "1"), identity.of_config({})
+    assert identity.match([contents[0], origin, config], [config, origin, contents[0]]) == contents[0]
+    assert identity.match([contents[0], origin], [contents[1], origin]) == origin
+    assert identity.match([contents[0], config], [contents[1], config]) is None
+    assert identity.match([contents[0]], [origin]) is None
 
 
 def test_kind_of_a_string() -> None:
