@@ -100,7 +100,7 @@ class Web:
         return patiently(what, once, self.gates[host], self.stop, self.settings.retry_for, self.on_retry)
 
     def _drain(self, wire: Wire, head: Head, what: str) -> bytes:
-        body = _body(wire, head)
+        body = body_of(wire, head)
         parts = bytearray()
         view = memoryview(bytearray(64 << 10))
         while count := body.read_into(view):
@@ -153,7 +153,7 @@ class Web:
     def _excerpt(self, wire: Wire, head: Head) -> bytes:
         view = memoryview(bytearray(64 << 10))
         try:
-            return bytes(view[: _body(wire, head).read_into(view)])
+            return bytes(view[: body_of(wire, head).read_into(view)])
         except Unreachable:
             return b""
 
@@ -171,7 +171,7 @@ class Web:
             moved = urljoin(url, head.get("location"))
             if urlsplit(moved).scheme not in ("http", "https"):
                 raise IntegrityError(f"{what}: redirected to {redact.url(moved)}, which is not http")
-            if trusted and not _same_place(home, moved):
+            if trusted and not same_place(home, moved):
                 # Credentials are for the host that they were given for, and for no other.
                 sign, trusted = unsigned, False
                 headers = _without_credentials(headers)
@@ -228,7 +228,7 @@ class Piece:
 
     def __init__(self, web: Web, wire: Wire, head: Head) -> None:
         self._web, self._wire, self._head = web, wire, head
-        self._body = _body(wire, head)
+        self._body = body_of(wire, head)
         self._done = False
 
     def read_into(self, view: memoryview) -> int:
@@ -243,13 +243,14 @@ class Piece:
             self._wire.shutdown()
 
 
-def _body(wire: Wire, head: Head) -> Body:
+def body_of(wire: Wire, head: Head) -> Body:
+    """The body that follows the head of an answer to GET."""
     chunked = "chunked" in head.get("transfer-encoding").lower()
     left = 0 if head.status in (204, 304) else head.length
     return Body(wire, left, chunked, head.rest, clean=left == 0)
 
 
-def _same_place(home: str, moved: str) -> bool:
+def same_place(home: str, moved: str) -> bool:
     """Whether credentials for `home` may go to `moved`: the same scheme, host and port, or the same host's https."""
     old, new = urlsplit(home), urlsplit(moved)
     if old.hostname != new.hostname:

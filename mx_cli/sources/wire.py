@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import re
 import socket
 import ssl
 import struct
@@ -19,6 +20,7 @@ from mx_cli.base.errors import Unreachable
 
 HEAD_LIMIT = 64 << 10
 _CHUNK_LINE_LIMIT = 4096
+_CHUNK_SIZE = re.compile(rb"[0-9A-Fa-f]{1,16}")
 _TICK = 2.0
 
 
@@ -198,7 +200,10 @@ class Body:
         if self.clean:
             return 0
         if self._chunk == 0:
-            self._chunk = int(self._line().split(b";")[0], 16)
+            size = self._line().partition(b";")[0].strip()
+            if not _CHUNK_SIZE.fullmatch(size):
+                raise ValueError("a chunk has no size")
+            self._chunk = int(size, 16)
             if self._chunk == 0:
                 while self._line():
                     pass
