@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -144,10 +144,22 @@ class Resolved:
     environ: Mapping[str, str]
 
 
+def asks_for_json(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> bool:
+    """Whether a command line that cannot be parsed wants its error as JSON."""
+    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    wanted = (os.environ if environ is None else environ).get("MX_JSON", "").strip().lower()
+    return "--json" in own or wanted in ("1", "true", "t", "yes", "y", "on")
+
+
 def resolve(
-    options: Mapping[str, Any], environ: Mapping[str, str] | None = None, config: Path | None = None
+    options: Mapping[str, Any],
+    environ: Mapping[str, str] | None = None,
+    config: Path | None = None,
+    known: Collection[str] = (),
 ) -> Resolved:
     """Merge the four layers. `options` holds values as text (None = not given) or already parsed.
+
+    `known` names the MX_ variables that are not settings but options of commands: they are not misspelt ones.
 
     Raises UsageError naming the option, variable or file key at fault. Reads at most one file; idempotent.
     """
@@ -163,7 +175,7 @@ def resolve(
                 break
         else:
             origins[name] = "default"
-    return Resolved(Settings(**values), origins, tuple(_misspelt(env)), env)
+    return Resolved(Settings(**values), origins, tuple(_misspelt(env, known)), env)
 
 
 def _candidates(
@@ -216,13 +228,13 @@ def _read_file(config: Path | None, env: Mapping[str, str]) -> tuple[dict[str, A
     return data, str(path)
 
 
-def _misspelt(env: Mapping[str, str]) -> list[str]:
-    """Variables within two letters of one of ours: other MX_ names belong to ModelExpress."""
-    ours = {own_variable(name) for name in FIELDS} - {""} | {"MX_CONFIG"}
+def _misspelt(env: Mapping[str, str], known: Collection[str]) -> list[str]:
+    """Variables within two letters of one of ours, fewer of a short one: other MX_ names belong to ModelExpress."""
+    ours = {own_variable(name) for name in FIELDS} - {""} | {"MX_CONFIG", *known}
     found = []
     for variable in sorted(env):
         if variable.startswith("MX_") and variable not in ours:
-            near = [known for known in sorted(ours) if _distance(variable, known) <= 2]
+            near = [name for name in sorted(ours) if _distance(variable, name) <= min(2, (len(name) - 3) // 3)]
             if near:
                 found.append(f"{variable} is not a setting of mx; did you mean {near[0]}?")
     return found

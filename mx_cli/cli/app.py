@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from mx_cli.base.config import asks_for_json
 from mx_cli.base.errors import MxError, UsageError, exit_codes
 from mx_cli.base.version import VERSION
 from mx_cli.cli import config, prefetch
@@ -60,7 +61,7 @@ def _refuse(error: Any) -> int:
     context = getattr(error, "ctx", None)
     where = context.command_path if context else "mx"
     refusal: MxError = UsageError(error.format_message().rstrip("."), hint=f"{where} --help")
-    if "--json" in sys.argv[1:]:
+    if asks_for_json(sys.argv[1:]):
         sys.stdout.write(json.dumps({"schema": 1, "error": refusal.to_json()}) + "\n")
     sys.stderr.write(f"mx: error: {refusal.what}\nhint: {refusal.hint}\n")
     return refusal.exit_code

@@ -1,12 +1,17 @@
-"""Options made from the table of settings, so that each has its variable in the help and one place to be read."""
+"""Options made from the table of settings, so that each has its variable in the help and one place to be read.
+
+A command's own options get a variable of their name too: `--dry-run` is MX_DRY_RUN. The parser reads those.
+"""
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
-from typing import Annotated, Any, Optional, get_type_hints
+from typing import Annotated, Any, Optional, get_args, get_origin, get_type_hints
 
 import typer
+from typer.models import OptionInfo
 
 from mx_cli.base.config import FIELDS, own_variable
 from mx_cli.cli.session import Session
@@ -33,6 +38,9 @@ _METAVARS = {"parse_size": "SIZE", "parse_duration": "DURATION", "_count": "N", 
 
 Command = Callable[..., None]
 
+VARIABLES: set[str] = set()
+"""The variables of options that are not settings, of all commands that were declared."""
+
 
 def _option(name: str) -> Any:
     spec = FIELDS[name]
@@ -48,6 +56,25 @@ def _option(name: str) -> Any:
         return Annotated[Optional[bool], typer.Option(flag, help=help_text)]  # noqa: UP045 - typer reads the object
     metavar = parse.__doc__ if parse.__name__ == "parse" else _METAVARS[parse.__name__]
     return Annotated[Optional[str], typer.Option(flag, help=help_text, metavar=metavar)]  # noqa: UP045
+
+
+def with_variable(annotation: Any) -> Any:
+    """The annotation of an option with its variable, also in the help: a list is separated by blanks. Arguments have none."""
+    parts = getattr(annotation, "__metadata__", ())
+    given = next((part for part in parts if isinstance(part, OptionInfo)), None)
+    if given is None:
+        return annotation
+    kind = get_args(annotation)[0]
+    several = any(get_origin(part) is list for part in (kind, *get_args(kind)))
+    # typer takes the first name for a default until it sees that it is in an Annotated.
+    names = [name.partition("/")[0] for name in (given.default, *(given.param_decls or ())) if isinstance(name, str)]
+    longest = max(names, key=len)
+    option = copy.copy(given)
+    variable = str(option.envvar or "MX_" + longest.lstrip("-").replace("-", "_").upper())
+    VARIABLES.add(variable)
+    option.envvar, option.show_envvar = variable, False
+    option.help = f"{option.help} [env {variable}{', separated by blanks' if several else ''}]"
+    return Annotated[kind, option]
 
 
 def command(*groups: tuple[str, ...]) -> Callable[[Command], Command]:
@@ -66,10 +93,13 @@ def command(*groups: tuple[str, ...]) -> Callable[[Command], Command]:
                 as_json=values.pop("json"),
                 quiet=values.pop("quiet"),
                 verbose=values.pop("verbose"),
+                variables=VARIABLES,
             )
             session.run(lambda: function(session, **values))
 
-        parameters = [parameter.replace(annotation=hints[parameter.name], kind=_KEYWORD) for parameter in own]
+        parameters = [
+            parameter.replace(annotation=with_variable(hints[parameter.name]), kind=_KEYWORD) for parameter in own
+        ]
         parameters += [inspect.Parameter(name, _KEYWORD, default=None, annotation=_option(name)) for name in names]
         parameters += _EVERYWHERE
         wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -81,34 +111,25 @@ def command(*groups: tuple[str, ...]) -> Callable[[Command], Command]:
 
 
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
+
+
+def _everywhere(name: str, default: Any, kind: Any, option: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, _KEYWORD, default=default, annotation=with_variable(Annotated[kind, option]))
+
+
 _EVERYWHERE = [
-    inspect.Parameter(
+    _everywhere(
         "config",
-        _KEYWORD,
-        default=None,
-        annotation=Annotated[
-            Optional[str],  # noqa: UP045
-            typer.Option("--config", help="TOML file of settings [env MX_CONFIG]", metavar="FILE"),
-        ],
+        None,
+        Optional[str],  # noqa: UP045
+        typer.Option("--config", help="TOML file of settings", metavar="FILE"),
     ),
-    inspect.Parameter(
-        "json",
-        _KEYWORD,
-        default=False,
-        annotation=Annotated[bool, typer.Option("--json", help="one JSON document on stdout, errors too")],
-    ),
-    inspect.Parameter(
-        "quiet",
-        _KEYWORD,
-        default=False,
-        annotation=Annotated[bool, typer.Option("-q", "--quiet", help="only warnings and errors on stderr")],
-    ),
-    inspect.Parameter(
+    _everywhere("json", False, bool, typer.Option("--json", help="one JSON document on stdout, errors too")),
+    _everywhere("quiet", False, bool, typer.Option("-q", "--quiet", help="only warnings and errors on stderr")),
+    _everywhere(
         "verbose",
-        _KEYWORD,
-        default=0,
-        annotation=Annotated[
-            int, typer.Option("-v", "--verbose", count=True, help="more on stderr; -vv for still more")
-        ],
+        0,
+        int,
+        typer.Option("-v", "--verbose", count=True, show_default=False, help="more on stderr; -vv for still more"),
     ),
 ]

@@ -9,7 +9,7 @@ import secrets
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -40,10 +40,11 @@ class Session:
         as_json: bool,
         quiet: bool,
         verbose: int,
+        variables: Collection[str] = (),
     ) -> None:
         self.command = command
         self.as_json = as_json
-        self._options, self._config = options, config
+        self._options, self._config, self._variables = options, config, variables
         self._quiet, self._verbose = quiet, verbose
         self.resolved: Resolved
         self.stop: Stop
@@ -73,7 +74,9 @@ class Session:
     def _begin(self) -> None:
         from mx_cli.cli.render import Renderer
 
-        self.resolved = resolve(self._options, config=Path(self._config) if self._config else None)
+        self.resolved = resolve(
+            self._options, config=Path(self._config) if self._config else None, known=self._variables
+        )
         self._renderer = Renderer(self.settings, quiet=self._quiet, verbose=self._verbose, run=secrets.token_hex(4))
         self.stop = Stop(self.settings.timeout)
         for signum in (signal.SIGINT, signal.SIGTERM):

@@ -1,0 +1,166 @@
+"""Every option has a variable: flag > variable > default; a misspelt one is named."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from mx_cli.base.config import asks_for_json, resolve
+from mx_cli.cli.app import app
+from tests.support import Mx
+
+# prefetch gives these to the command that it starts.
+GIVEN = {"MX_DIR", "MX_IDENTITY"}
+
+
+def options() -> Iterator[tuple[str, Any]]:
+    """(command, option) of the whole tree."""
+    stack = [("mx", typer.main.get_command(app))]
+    while stack:
+        name, command = stack.pop()
+        stack += [(f"{name} {child}", below) for child, below in getattr(command, "commands", {}).items()]
+        for parameter in command.params:
+            if parameter.param_type_name == "option" and parameter.name not in ("help", "version"):
+                yield name, parameter
+
+
+def variable_of(option: Any) -> str:
+    found = re.search(r"\[env (MX_[A-Z0-9_]+)", option.help or "")
+    return found[1] if found else ""
+
+
+def test_every_option_names_its_variable_in_the_help() -> None:
+    assert [(name, option.opts) for name, option in options() if not variable_of(option)] == []
+
+
+def test_no_variable_is_one_that_kubernetes_injects_or_that_prefetch_gives_away() -> None:
+    names = {variable_of(option) for _, option in options()}
+    assert {name for name in names if name.endswith("_PORT") or "_SERVICE_" in name} == set()
+    assert names & GIVEN == set()
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    directory = tmp_path / "files"
+    directory.mkdir()
+    for name in ("a.txt", "b.txt", "c.txt"):
+        (directory / name).write_text(name)
+    return directory
+
+
+def listed(directory: str) -> list[str]:
+    return sorted(path.name for path in Path(directory).iterdir())
+
+
+def test_a_variable_stands_for_the_option_and_the_option_wins(mx: Mx, files: Path, tmp_path: Path) -> None:
+    env = {"MX_INCLUDE": "a.txt b.txt", "MX_JSON": "1"}
+    assert listed(mx("prefetch", files, env=env).ok().json()["dir"]) == ["a.txt", "b.txt"]
+    one = mx("prefetch", files, "--include", "c.txt", "--cache-dir", tmp_path / "other", env=env).ok().json()
+    assert listed(one["dir"]) == ["c.txt"]
+
+
+@pytest.mark.parametrize("empty", ["", None])
+def test_an_empty_variable_is_none(mx: Mx, files: Path, empty: str | None) -> None:
+    names = ("MX_DRY_RUN", "MX_INCLUDE", "MX_REVISION", "MX_JSON", "MX_TO", "MX_VERBOSE", "MX_TIMEOUT", "MX_OFFLINE")
+    env = {} if empty is None else dict.fromkeys(names, empty)
+    assert listed(mx("prefetch", files, env=env).ok().out.strip()) == ["a.txt", "b.txt", "c.txt"]
+
+
+def test_several_variables_together(mx: Mx, files: Path, tmp_path: Path) -> None:
+    env = {
+        "MX_TO": tmp_path / "to",
+        "MX_LINK": tmp_path / "link",
+        "MX_RESULT": tmp_path / "result.json",
+        "MX_PIN": "serving",
+        "MX_QUIET": "true",
+        "MX_EXCLUDE": "c.txt",
+    }
+    result = mx("prefetch", files, env=env).ok()
+    assert result.err == ""
+    assert listed(str(tmp_path / "to")) == listed(str(tmp_path / "link")) == ["a.txt", "b.txt"]
+    assert json.loads((tmp_path / "result.json").read_text())["files"] == 2
+    assert list(mx.cache.rglob("pins/*.json"))
+
+
+@pytest.mark.parametrize("value", ["maybe", "2"])
+def test_a_variable_that_makes_no_sense_is_a_usage_error(mx: Mx, files: Path, value: str) -> None:
+    assert mx("prefetch", files, env={"MX_DRY_RUN": value}).exits(2).out == ""
+    assert "MX_OFFLINE" in mx("prefetch", files, env={"MX_OFFLINE": value}).exits(2).err
+
+
+def test_a_variable_beats_the_file_and_the_file_the_default(mx: Mx, tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text('wait = "7m"\nttl = "40s"\n')
+    env = {"MX_CONFIG": config, "MX_TTL": "30s"}
+    rows = {row["name"]: row for row in mx("config", "--json", "--beat", "3s", env=env).ok().json()["settings"]}
+    assert (rows["wait"]["value"], rows["wait"]["origin"]) == (420.0, str(config))
+    assert (rows["ttl"]["value"], rows["ttl"]["origin"]) == (30.0, "MX_TTL")
+    assert (rows["beat"]["value"], rows["beat"]["origin"]) == (3.0, "--beat")
+    assert rows["retry_for"]["origin"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [("wat = 1", "wat"), ("ttl = [", "config.toml"), ('hf_token = "x"', "secrets")]
+)
+def test_a_wrong_file_is_a_usage_error(mx: Mx, tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "config.toml").write_text(text)
+    result = mx("config", "--config", tmp_path / "config.toml").exits(2)
+    assert says in result.err
+    assert "no such" in mx("config", "--config", tmp_path / "absent.toml").exits(2).err
+
+
+@pytest.mark.parametrize(
+    ("variable", "near"),
+    [
+        ("MX_CASHE_DIR", "MX_CACHE_DIR"),
+        ("MX_INCLUDES", "MX_INCLUDE"),
+        ("MX_DRYRUN", "MX_DRY_RUN"),
+        ("MX_OFLINE", "MX_OFFLINE"),
+    ],
+)
+def test_a_misspelt_variable_is_named(mx: Mx, variable: str, near: str) -> None:
+    assert f"{variable} is not a setting of mx; did you mean {near}?" in mx("config", env={variable: "1"}).ok().err
+
+
+def test_foreign_variables_are_not_mentioned(mx: Mx) -> None:
+    foreign = [
+        "MX_SERVER_ADDRESS",
+        "MX_METADATA_BACKEND",
+        "MX_POOL_REG",
+        "MX_PORT",
+        "MX_SERVICE_HOST",
+        "MX_TP",
+        "MX_ENABLED",
+    ]
+    assert mx("config", env=dict.fromkeys(foreign, "1")).ok().err == ""
+
+
+def test_known_variables_are_not_misspelt() -> None:
+    assert resolve({}, {"MX_TO": "x"}, known={"MX_TO"}).notices == ()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "wanted"),
+    [
+        (["prefetch", "--json"], {}, True),
+        (["prefetch", "x", "--", "tool", "--json"], {}, False),
+        (["prefetch"], {"MX_JSON": "1"}, True),
+        (["prefetch"], {"MX_JSON": "0"}, False),
+        (["prefetch"], {"MX_JSON": ""}, False),
+    ],
+)
+def test_who_asks_for_json(arguments: list[str], environ: dict[str, str], wanted: bool) -> None:
+    assert asks_for_json(arguments, environ) is wanted
+
+
+def test_a_refusal_of_the_parser_is_json_too(mx: Mx) -> None:
+    for result in (mx("prefetch", "--json"), mx("prefetch", env={"MX_JSON": "1"}), mx("nonsense", "--json")):
+        error = result.exits(2).json()["error"]
+        assert (error["code"], error["name"], error["retryable"]) == (2, "usage", False)
+    assert mx("prefetch").exits(2).out == ""
