@@ -123,24 +123,18 @@ def hash_model(
         raise UsageError(f"--revision is for a URI ({model} is a path)")
     found = LocalModel(model)
     config = found.config()
-    table: tuple[TensorDigest, ...] = ()
-    counted: list[int] = []
-    with_content = content and kind in (None, "content") and (found.selection is not None or kind == "content")
-    if with_content:
-
-        def count(size: int) -> None:
-            counted.append(size)
-            on_bytes(size)
-
-        table = found.table(
-            DigestMemory(memory, forgetful=verify) if memory else None,
-            {} if verify else known_rows or {},
-            threads=threads,
-            stop=stop,
-            on_bytes=count,
-        )
     identities = []
-    if with_content:
+    table: tuple[TensorDigest, ...] = ()
+    read: list[int] = []
+
+    def count(size: int) -> None:
+        read.append(size)
+        on_bytes(size)
+
+    if kind == "content" or (content and kind is None and found.selection):
+        remembered = DigestMemory(memory, forgetful=verify) if memory else None
+        known = {} if verify else known_rows or {}
+        table = found.table(remembered, known, threads=threads, stop=stop, on_bytes=count)
         identities.append(identity.of_content(table, config, *layout))
     if known_origin:
         identities.append(identity.of_origin(*known_origin, *layout))
@@ -149,7 +143,7 @@ def hash_model(
     if not identities:
         raise NotFound(f"no config.json ({model}), and its weights are not to be read", hint="leave out --no-content")
     left_out = found.selection.left_out if found.selection else ()
-    return HashResult(model, tuple(identities), table, left_out, sum(counted))
+    return HashResult(model, tuple(identities), table, left_out, sum(read))
 
 
 def is_local(model: str) -> bool:

@@ -110,18 +110,13 @@ def select(
         said = "matches the patterns" if include or exclude else "is there"
         raise NotFound(f"no file {said} ({len(sizes)} listed)", hint="check the name, or --include and --exclude")
     decided = _chosen_sets(files, indexes or {}, reasons.keys())
-    for found in decided:
-        if found.index:
-            check_complete(found.index, sizes)
+    used = tuple(found.index for found in decided if found.index)
+    for index in used:
+        check_complete(index, sizes)
     left_out = tuple((path, sizes[path], reasons[path]) for path in sorted(reasons))
-    return Selection(
-        files,
-        left_out,
-        sum(sizes[path] for path in files),
-        sum(size for _, size, _ in left_out),
-        tuple(sorted((path, found.prefix) for found in decided for path in found.files if path in sizes)),
-        tuple(found.index for found in decided if found.index),
-    )
+    weights = sorted((path, found.prefix) for found in decided for path in found.files)
+    saved = sum(size for _, size, _ in left_out)
+    return Selection(files, left_out, sum(sizes[path] for path in files), saved, tuple(weights), used)
 
 
 def matches(path: str, patterns: Iterable[str]) -> bool:
