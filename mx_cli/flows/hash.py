@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mx_cli.base import redact
 from mx_cli.base.cancel import Stop
 from mx_cli.base.errors import NotFound, UsageError
 from mx_cli.flows.digest_memory import DigestMemory
@@ -54,7 +55,7 @@ class HashResult:
             "kind": chosen.kind,
             "stage": chosen.stage,
             "config_only": chosen.kind == "config",
-            "model": self.model,
+            "model": redact.text(self.model),
             "identities": [known.to_json() for known in self.identities],
             "left_out": [{"path": path, "size": size, "reason": reason} for path, size, reason in self.left_out],
             "bytes_read": self.bytes_read,

@@ -101,22 +101,32 @@ class LocalModel:
         if self.selection is None:
             raise NotFound(f"no weights ({self.path})", hint="--kind config identifies the configuration alone")
 
+        ended: list[BaseException] = []
+
+        def check() -> None:
+            if ended:
+                raise ended[0]
+            if stop:
+                stop.check()
+
         def rows(path: str) -> Sequence[TensorDigest]:
-            return known[path] if path in known else self._rows(path, memory, stop, on_bytes)
+            return known[path] if path in known else self._rows(path, memory, check, on_bytes)
 
         weights = self.selection.weights
         with ThreadPoolExecutor(max(1, min(threads, len(weights)))) as pool:
             pending = [pool.submit(rows, path) for path, _ in weights]
             try:
                 found = [future.result() for future in pending]
-            except BaseException:
+            except BaseException as error:
+                # The other files must not be read to their ends first.
+                ended.append(error)
                 pool.shutdown(cancel_futures=True)
                 raise
         self._check_indexes(dict(zip((path for path, _ in weights), found, strict=True)))
         return merge((path, prefix, found[at]) for at, (path, prefix) in enumerate(weights))
 
     def _rows(
-        self, path: str, memory: DigestMemory | None, stop: Stop | None, on_bytes: Callable[[int], None]
+        self, path: str, memory: DigestMemory | None, check: Callable[[], None], on_bytes: Callable[[int], None]
     ) -> tuple[TensorDigest, ...]:
         with _opened(self.folder / path) as (fd, info):
             remembered = memory.recall(path, info) if memory else None
@@ -129,8 +139,7 @@ class LocalModel:
                 taker.update(buffer[:count])
                 left -= count
                 on_bytes(count)
-                if stop:
-                    stop.check()
+                check()
             after = os.fstat(fd)
             if (after.st_size, after.st_mtime_ns) != (info.st_size, info.st_mtime_ns):
                 raise IntegrityError(

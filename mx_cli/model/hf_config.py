@@ -12,7 +12,8 @@ The rules below are `mx1`: they are frozen, since an identity depends on each of
 | dtype | config objects | `torch_dtype` = `dtype` |
 | dtype values | keys ending in `dtype` | `"torch.bfloat16"` = `"bfloat16"` (also inside an object of dtypes) |
 | rope | config objects | `rope_scaling` = `rope_parameters`; in it `type` = `rope_type`, missing = `default`, and the old |
-| | | names of ROPE_NAMES; `rope_theta` and `partial_rotary_factor` beside it = inside it |
+| | | names of ROPE_NAMES; `rope_theta` and `partial_rotary_factor` beside it = inside it; nothing but |
+| | | the type `default` = missing |
 | sets | lists of text under the keys of SETS | order and repetition |
 | rest | everywhere | nothing: unknown keys and values count as they are |
 
@@ -130,8 +131,10 @@ def _rope(config: dict[str, Any], name: str, path: list[str | int]) -> None:
         _merge(merged, beside, name, [*path, "rope_parameters"], path)
     config.pop("rope_scaling", None)
     config.pop("rope_parameters", None)
-    if merged:
-        config["rope_parameters"] = merged if per_layer else {"rope_type": "default", **merged}
+    if not per_layer and merged:
+        merged = {"rope_type": "default", **merged}
+    if merged and merged != {"rope_type": "default"}:
+        config["rope_parameters"] = merged
 
 
 def _is_per_layer(rope: dict[str, Any]) -> bool:

@@ -2,11 +2,12 @@
 
 The rules, in their version RULES_VERSION. A folder's *weight set* is the first of these that it has:
 
-1. the shards of its index (`model.safetensors.index.json` before others, `consolidated…` last)
+1. the shards of its index (`model.safetensors.index.json` before others)
 2. `*.safetensors`, without `consolidated*` and without variants (`model.fp16.safetensors` beside `model.safetensors`)
-3. `consolidated*.safetensors`
-4. the shards of its `.bin` index, else `*.bin`; then `*.pt`, `*.pth`, `*.ckpt`; then every `*.gguf`; then what other
-   frameworks use (`.onnx`, `.h5`, `.msgpack` and so on)
+3. the shards of a variant's index (`model.safetensors.index.fp16.json`)
+4. the shards of a `consolidated` index, else `consolidated*.safetensors`
+5. the same for `*.bin`; then `*.pt`, `*.pth`, `*.ckpt`; then every `*.gguf`; then what other frameworks use (`.onnx`,
+   `.h5`, `.msgpack` and so on)
 
 The model is the top folder's weight set and all small other files, wherever they lie. Weights in sub-folders
 (`original/`, `metal/`, `onnx/`) are left out, except that
@@ -121,7 +122,7 @@ def select(
 
 def matches(path: str, patterns: Iterable[str]) -> bool:
     """Whether one of the patterns of --include or --exclude fits a relative path."""
-    name = path.rpartition("/")[2]
+    name = _base(path)
     for pattern in patterns:
         whole = pattern.removeprefix("/") + ("*" if pattern.endswith("/") else "")
         if fnmatchcase(path, whole) or ("/" not in pattern and fnmatchcase(name, pattern)):
@@ -204,34 +205,31 @@ def _candidates(
     here: list[str], indexes: Mapping[str, Index], listed: Set[str], gone: Set[str]
 ) -> Iterator[tuple[Index | None, list[str]]]:
     """What could be a folder's weight set, the best first; empty ones among them."""
-
-    def usable(*kinds: str) -> list[Index]:
-        found = [indexes[path] for path in here if path in indexes and any(f".{kind}.index" in path for kind in kinds)]
-        return [index for index in found if not gone >= set(index.shards)]
+    known = [indexes[path] for path in here if path in indexes]
+    usable = [index for index in known if not gone >= set(index.shards)]
 
     def of(*suffixes: str) -> list[str]:
         return [path for path in here if path.lower().endswith(suffixes) and is_weight(path)]
 
-    yield _indexed(usable("safetensors"), listed)
-    yield None, _without_variants([path for path in of(".safetensors") if not _is_consolidated(path)])
-    yield None, of(".safetensors")
-    yield _indexed(usable("bin", "pth", "pt"), listed)
-    yield None, _without_variants(of(".bin"))
+    def indexed(pattern: re.Pattern[str]) -> tuple[Index | None, list[str]]:
+        found = [index for index in usable if pattern.fullmatch(_base(index.name))]
+        first = min(found, key=lambda index: (len(_base(index.name)), index.name), default=None)
+        return first, [shard for shard in first.shards if shard in listed] if first else []
+
+    for suffix in (".safetensors", ".bin"):
+        variants = re.compile(rf"(?!consolidated).*{re.escape(suffix)}\.index\.[\w-]+\.json")
+        of_variants = {shard for index in usable if variants.fullmatch(_base(index.name)) for shard in index.shards}
+        yield indexed(re.compile(rf"(model|pytorch_model){re.escape(suffix)}\.index\.json"))
+        yield indexed(re.compile(rf"(?!consolidated).*{re.escape(suffix)}\.index\.json"))
+        plain = [path for path in of(suffix) if not _base(path).startswith("consolidated") and path not in of_variants]
+        yield None, _without_variants(plain)
+        yield indexed(variants)
+        yield indexed(re.compile(rf"consolidated.*{re.escape(suffix)}\.index\.json"))
+        yield None, of(suffix)
+    yield indexed(re.compile(r".*\.(pt|pth)\.index\.json"))
     for suffix in (*_TORCH, ".gguf"):
         yield None, of(suffix)
     yield None, of(*_OTHERS)
-
-
-def _indexed(indexes: list[Index], listed: Set[str]) -> tuple[Index | None, list[str]]:
-    if not indexes:
-        return None, []
-
-    def order(index: Index) -> tuple[bool, bool, int, str]:
-        base = index.name.rpartition("/")[2]
-        return base.startswith("consolidated"), not base.startswith("model."), len(base), base
-
-    first = min(indexes, key=order)
-    return first, [shard for shard in first.shards if shard in listed]
 
 
 def _without_variants(paths: list[str]) -> list[str]:
@@ -246,8 +244,8 @@ def _without_variants(paths: list[str]) -> list[str]:
     return [path for path in paths if plain_name(path) == path or plain_name(path) not in names]
 
 
-def _is_consolidated(path: str) -> bool:
-    return path.rpartition("/")[2].startswith("consolidated")
+def _base(path: str) -> str:
+    return path.rpartition("/")[2]
 
 
 def _folder(path: str) -> str:

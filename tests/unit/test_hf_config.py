@@ -116,6 +116,7 @@ def test_H05_rope_spellings() -> None:
         {"rope_theta": 1e6, "rope_scaling": None}, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
     )
     assert same({"rope_scaling": {"type": "su"}}, {"rope_scaling": {"rope_type": "longrope"}})
+    assert same({}, {"rope_scaling": {"type": "default"}}, {"rope_parameters": {}}, {"rope_scaling": None})
     partial = {"partial_rotary_factor": 0.5, "rope_theta": 1e4}
     assert same(partial, {"rope_parameters": {"rope_type": "default", **partial}})
 

@@ -161,6 +161,19 @@ def test_the_main_index_decides() -> None:
     assert [found.name for found in select(*names, indexes=read).indexes] == [INDEX]
 
 
+def test_an_index_of_a_variant_comes_after_the_plain_file() -> None:
+    shards = ("model.fp32-00001-of-00002.safetensors", "model.fp32-00002-of-00002.safetensors")
+    names, indexes = (
+        (*shards, "model.safetensors.index.fp32.json"),
+        {"model.safetensors.index.fp32.json": index(*shards)},
+    )
+    assert [path for path, _ in select(*names, "model.safetensors", indexes=indexes).weights] == ["model.safetensors"]
+    assert [path for path, _ in select(*names, "model.safetensors").weights] == ["model.safetensors"]
+    alone = select(*names, "consolidated.safetensors", indexes=indexes)
+    assert [path for path, _ in alone.weights] == list(shards)
+    assert [found.name for found in alone.indexes] == ["model.safetensors.index.fp32.json"]
+
+
 def test_index_files_are_only_those_that_decide() -> None:
     names = [
         INDEX,
