@@ -222,6 +222,20 @@ def test_P31_shard_missing_and_index_pointing_elsewhere(tmp_path: Path) -> None:
         hash_model(str(folder))
 
 
+def test_T03_all_76_odd_files(tmp_path: Path) -> None:
+    written = torture.write(tmp_path)
+    assert len(written) == 76
+    for name, (path, verdict) in written.items():
+        if verdict == "reject":
+            expected = NotFound if name[:3] in ("m39", "m40") else IntegrityError
+            with pytest.raises(expected, match=name[:3]):
+                hash_model(str(path))
+        else:
+            assert hash_model(str(path)).choose().kind == "content"
+        if path.is_file() and not path.is_symlink():
+            path.unlink()
+
+
 def test_duplicate_tensor_names(tmp_path: Path) -> None:
     folder = make(tmp_path / "m")
     shutil.copy(folder / "model.safetensors", folder / "more.safetensors")
