@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from mx_cli.base.cancel import Stop
-from mx_cli.base.errors import FilesystemRefused, MxError, NotFound, OriginChanged, Unreachable
+from mx_cli.base.errors import FilesystemRefused, MxError, NotFound, OriginChanged, Unreachable, UsageError
 from mx_cli.engine.ports import ReadItem, SourceCaps
 from mx_cli.model.manifest import Entry, Listing, revision_of
 from mx_cli.sources.origin import Context, at_revision, no_versions, read_small
@@ -58,6 +58,8 @@ class Files:
         elif self._uri.folder:
             raise NotFound(f"{self._uri.shown}: a file, not a directory")
         else:
+            if not is_unicode(root):
+                raise UsageError(f"{root!r}: a file name that is not Unicode")
             found = (_entry(os.path.basename(root), root, status),)
         files = tuple(sorted(found, key=lambda entry: os.fsencode(entry.path)))
         rows = [replace(entry, validator=entry.validator.partition("-")[0]) for entry in files]
@@ -79,6 +81,8 @@ class Files:
             raise _explain(error, directory, self._uri.shown) from None
         for name in names:
             path = os.path.join(directory, name)
+            if not is_unicode(name):
+                raise UsageError(f"{path!r}: a file name that is not Unicode")
             if name in _LEFT_OUT or name.endswith(".incomplete"):
                 continue
             status = self._stat(path)
@@ -174,6 +178,11 @@ class FileStream:
 
     def __del__(self) -> None:
         self._release()
+
+
+def is_unicode(name: str) -> bool:
+    """Whether the bytes of a name from the file system were UTF-8."""
+    return not any("\udc80" <= char <= "\udcff" for char in name)
 
 
 def _entry(name: str, path: str, status: os.stat_result) -> Entry:

@@ -42,6 +42,8 @@ class Gcs(WebOrigin):
     def listing(self, revision: str | None, stop: Stop) -> Listing:
         """See `Origin.listing`. An object with exactly this name wins; else everything below it as a folder."""
         uri = self._uri
+        if self._token:
+            self._token.value()  # having none is no refusal of the store's
         found: tuple[Entry, ...] = ()
         refused: MxError | None = None
         if uri.path and not uri.folder:

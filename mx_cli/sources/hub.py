@@ -106,7 +106,8 @@ class Hub(WebOrigin):
         return exact or below
 
     def _sized(self, entry: Entry, sha: str) -> Entry:
-        entry = replace(entry, version=sha)
+        # The commit fixes the bytes, whatever validator a mirror sends or strips.
+        entry = replace(entry, version=sha, validator=entry.validator or f"{sha}:{entry.key}")
         if entry.size is not None:
             return entry
         target = self._target(entry)
@@ -115,8 +116,7 @@ class Hub(WebOrigin):
         if not linked and reply.status >= 300:
             reply = self._head(target, follow=True)
         size = int(linked) if linked.isdigit() else reply.head.length
-        # The commit fixes the bytes, whatever validator a mirror sends or strips.
-        return replace(entry, size=size, validator=entry.validator or f"{sha}:{entry.key}")
+        return replace(entry, size=size)
 
     # -- requests --------------------------------------------------------------------------------------------------
 

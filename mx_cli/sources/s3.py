@@ -38,6 +38,7 @@ class S3(WebOrigin):
     def listing(self, revision: str | None, stop: Stop) -> Listing:
         """See `Origin.listing`. An object with exactly this key wins; else everything below it as a folder."""
         uri = self._uri
+        self._credentials.signer()  # having none is no refusal of the store's
         found: tuple[Entry, ...] = ()
         refused: MxError | None = None
         if uri.path and not uri.folder:

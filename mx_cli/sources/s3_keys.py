@@ -16,7 +16,7 @@ from mx_cli.sources.sigv4 import Keys, Signer
 
 DEFAULT_REGION = "us-east-1"
 # The instance metadata service: two requests of one try each. Off EC2 the address leads nowhere, and that must not cost minutes.
-_METADATA_SECONDS = 2
+_METADATA_SECONDS = 1
 _FRESH_FOR = 30.0
 _ANON_HINT = "for a public bucket use --anon; else set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
 
