@@ -18,11 +18,11 @@ CHUNK = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What was found: `digests` are the origin's that matched, `rows` the tensors', `warning` what is odd but proven."""
+    """What was found: `digests` are the origin's that matched, `rows` the tensors' (None: no table), `warning` what is odd."""
 
     xxh3: str
     digests: Mapping[str, str]
-    rows: Sequence[TensorDigest]
+    rows: Sequence[TensorDigest] | None
     warning: str = ""
 
 
@@ -69,21 +69,21 @@ class Inspection:
 
     def verdict(self, fd: int, size: int) -> Verdict:
         """After `finish`. Raises IntegrityError for a format that is wrong and not proven to be the origin's own."""
-        rows: Sequence[TensorDigest] = ()
+        rows: Sequence[TensorDigest] | None = None
         try:
             header.check_payload(self._entry.path, bytes(self._head), size)
             if self._problem:
                 raise self._problem
             if self._is_weight:
                 tensors = self._tensors or digester(self._entry.path, size)
-                rows = tensors.finish() if self._entry.size is not None else ()
+                rows = tensors.finish() if self._entry.size is not None else None
             if self._wants_json and size <= JSON_LIMIT:
                 json_strict.parse(bytes(self._json), self._entry.path, error=IntegrityError)
         except IntegrityError as error:
             is_plainly_else = header.sniff(bytes(self._head)) is not None or (size > 0 and not any(self._head))
             if is_plainly_else or not self._proven(fd):
                 raise
-            return Verdict(self._whole.value, self._matched(), (), f"{error.what}; the origin holds it so")
+            return Verdict(self._whole.value, self._matched(), None, f"{error.what}; the origin holds it so")
         return Verdict(self._whole.value, self._matched(), rows)
 
     def _matched(self) -> dict[str, str]:

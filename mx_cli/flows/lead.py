@@ -29,6 +29,7 @@ from mx_cli.flows.context import Context
 from mx_cli.flows.identify import identities
 from mx_cli.flows.inspect import Inspection
 from mx_cli.flows.request import Clock, Led, Wanted
+from mx_cli.model.digest import FILE_DTYPE, TensorDigest
 from mx_cli.model.manifest import Entry, FileRecord, Listing, Manifest, selection_digest
 from mx_cli.model.selection import RULES_VERSION
 from mx_cli.plan.ranges import pieces, total
@@ -50,7 +51,7 @@ class Leader:
         self._listing, self._wanted, self._root = listing, wanted, cache_root
         self.meter = Meter()
         self._records: dict[str, FileRecord] = {}
-        self._rows: dict[str, Sequence[tuple[str, str, tuple[int, ...], tuple[str, ...]]]] = {}
+        self._rows: dict[str, Sequence[TensorDigest]] = {}
         self._lock = threading.Lock()
         self._unsynced: set[Path] = set()
         self._directories: set[Path] = set()
@@ -101,9 +102,10 @@ class Leader:
         self.meter.total = sum(e.size or 0 for e in entries)
         self.meter.files_total = len(entries)
         start = time.monotonic()
-        left = self._adopt(entries, snapshots, directory)
         parts = Parts(self._model, self._revision, self._term, self.meter)
         try:
+            parts.announce(entries)
+            left = self._adopt(entries, snapshots, directory)
             self._check_term()
             parts.fence(left, {e.path: self._target / e.path for e in left})
             self._clock.verify += time.monotonic() - start
@@ -134,7 +136,9 @@ class Leader:
             if made:
                 self._published(entry.path, small=record.size < LARGE)
             self._records[entry.path] = record
-            self._rows[entry.path] = [(n, d, s, b) for f, n, d, s, b in manifest.tensors if f == record.path]
+            rows = rows_of(manifest, record.path, entry.path)
+            if rows is not None:
+                self._rows[entry.path] = rows
             self.meter.have(record.size)
             self.meter.file_done()
         return left
@@ -243,7 +247,8 @@ class Leader:
         self._published(entry.path, small)
         with self._lock:
             self._records[entry.path] = record
-            self._rows[entry.path] = result.rows
+            if result.rows is not None:
+                self._rows[entry.path] = result.rows
         self.meter.file_done()
 
     def _give_name(self, entry: Entry, fd: int, parts: Parts) -> None:
@@ -285,7 +290,9 @@ class Leader:
         records = tuple(self._records[entry.path] for entry in entries)
         config = self._target / "config.json"
         data = config.read_bytes() if "config.json" in self._wanted.files else None
-        identity = identities(self._model.uri, self._listing.revision, self._rows, self._wanted.prefixes, data)
+        identity, lacking = identities(self._model.uri, self._listing.revision, self._rows, self._wanted, data)
+        if self._wanted.prefixes and lacking:
+            self._context.warn(f"no content identity: {lacking}")
         return Manifest(
             uri=self._model.uri,
             revision=self._revision,
@@ -300,6 +307,14 @@ class Leader:
             version=VERSION,
             created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         )
+
+
+def rows_of(manifest: Manifest, path: str, name: str) -> list[TensorDigest] | None:
+    """The tensor table of a manifest's file, for a file called `name` with the same bytes; None where it has none."""
+    rows = [TensorDigest(*row) for file, *row in manifest.tensors if file == path]
+    if not rows and "content" not in manifest.identity:
+        return None
+    return [row._replace(name=name) if row.dtype == FILE_DTYPE else row for row in rows]
 
 
 def _sync_file(path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from mx_cli.base import units
 from mx_cli.model.manifest import Manifest
+from mx_cli.model.shard_index import Index
 
 
 @dataclass(frozen=True)
@@ -124,11 +125,13 @@ class Preview:
 class Wanted:
     """A resolved selection: the files that make one usable model.
 
-    `prefixes` has the weight files among them, each with the prefix of its tensors' names. `skipped` says in one line what was left out; empty when nothing was.
+    `prefixes` has the weight files among them, each with the prefix of its tensors' names; `indexes` are the shard
+    indexes that decided. `skipped` says in one line what was left out; empty when nothing was.
     """
 
     files: frozenset[str]
     prefixes: Mapping[str, str]
+    indexes: tuple[Index, ...] = ()
     skipped: str = ""
 
     @property

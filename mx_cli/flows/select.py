@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mx_cli.base import units
+from mx_cli.base.errors import NotFound
 from mx_cli.flows.request import Request, Wanted
 from mx_cli.model.manifest import Listing
 from mx_cli.model.selection import Selection, check_paths, index_files, read_index, select
@@ -21,8 +22,13 @@ def wanted_of(listing: Listing, request: Request, read: Read) -> Wanted:
     paths = [entry.path for entry in listing.files]
     check_paths(paths)
     indexes = {}
-    if not request.include and not request.everything:
-        indexes = {path: read_index(path, read(path, listing)) for path in index_files(paths)}
+    for path in index_files(paths, include=request.include, exclude=request.exclude):
+        try:
+            indexes[path] = read_index(path, read(path, listing))
+        except NotFound:
+            # Chosen by pattern, the files do not depend on an index that was not chosen with them.
+            if not request.include:
+                raise
     selection = select(
         [(entry.path, entry.size or 0) for entry in listing.files],
         indexes,
@@ -30,7 +36,7 @@ def wanted_of(listing: Listing, request: Request, read: Read) -> Wanted:
         exclude=request.exclude,
         everything=request.everything,
     )
-    return Wanted(frozenset(selection.files), dict(selection.weights), _skipped(selection))
+    return Wanted(frozenset(selection.files), dict(selection.weights), selection.indexes, _skipped(selection))
 
 
 def _skipped(selection: Selection) -> str:
