@@ -52,6 +52,8 @@ def refusal(what: str, head: Head, body: bytes = b"") -> MxError:
         return NotFound(f"{seen}, not found")
     if status == 412:
         return OriginChanged(f"{seen}, the object is not the one that was listed")
+    if status == 416:
+        return OriginChanged(f"{seen}, the object is shorter than it was when listed")
     if status in AGAIN_STATUS:
         return Unreachable(seen, retry_after=_retry_after(head))
     return Unreachable(seen, permanent=True)
@@ -102,6 +104,14 @@ def check_answer(target: Target, item: ReadItem, head: Head, ranged: bool) -> No
         raise NoRanges(f"{what}: asked for {item.offset}-{(item.end or 0) - 1}, the origin answered {span!r}")
     if head.length is not None and item.length is not None and head.length != item.length:
         raise NoRanges(f"{what}: asked for {item.length} bytes, the origin sends {head.length}")
+
+
+def refused_range(target: Target, item: ReadItem, head: Head) -> Exception:
+    """What 416 means to a range that lies within the listed size: the file is shorter, or ranges are not served."""
+    total = head.get("content-range").rpartition("/")[2]
+    if total.isdigit():
+        _check_total(target.what, item.entry.size, int(total), "Content-Range")
+    return NoRanges(f"{target.what}: the origin refuses a range within the file (HTTP 416)")
 
 
 def refuse_html(what: str, path: str, head: Head) -> None:

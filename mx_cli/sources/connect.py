@@ -49,10 +49,12 @@ class Connections:
 
     def _connect(self, scheme: str, host: str, port: int) -> Wire:
         place = f"{host}:{port}"
+        proxy = self._proxy(scheme, host, port)
+        shown = f"{place} (through the proxy {urlsplit(proxy).netloc.rpartition('@')[2]})" if proxy else place
         try:
-            connection = self._opened(scheme, host, port)
+            connection = self._opened(scheme, host, port, proxy)
         except (OSError, ValueError) as error:
-            raise self._explain(place, error) from None
+            raise self._explain(shown, error) from None
         except Exception as error:
             # urllib3 wraps what the socket said in classes of its own.
             from urllib3.exceptions import HTTPError
@@ -60,16 +62,15 @@ class Connections:
             if not isinstance(error, HTTPError):
                 raise
             cause = error.__cause__ or error.__context__ or error
-            raise self._explain(place, cause if isinstance(cause, OSError) else error) from None
+            raise self._explain(shown, cause if isinstance(cause, OSError) else error) from None
         sock = connection.sock
         connection.sock = None
         return Wire(sock, place, self._settings.stall_timeout)
 
-    def _opened(self, scheme: str, host: str, port: int) -> HTTPConnection:
+    def _opened(self, scheme: str, host: str, port: int, proxy: str | None) -> HTTPConnection:
         from urllib3.connection import HTTPConnection, HTTPSConnection
 
         timeout = self._settings.connect_timeout
-        proxy = self._proxy(scheme, host, port)
         far = urlsplit(proxy) if proxy else None
         to_host, to_port = (far.hostname or "", far.port or 3128) if far else (host, port)
         connection: HTTPConnection

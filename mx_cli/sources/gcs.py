@@ -19,6 +19,7 @@ from mx_cli.sources.uri import Uri
 from mx_cli.sources.wire import Head
 
 _GOOGLE = "https://storage.googleapis.com"
+_PAGE = "1000"
 _FIELDS = "name,size,generation,crc32c,md5Hash,contentType"
 
 T = TypeVar("T")
@@ -38,6 +39,8 @@ class Gcs(WebOrigin):
         anon = settings.anon or uri.endpoint.startswith("http://")
         self._token = None if anon else Token(context, uri.shown)
         self._version = context.version_id
+        if self._version and not self._version.isdigit():
+            raise UsageError(f"{uri.shown}: a version in gs:// is a generation, a number: {self._version!r}")
 
     def listing(self, revision: str | None, stop: Stop) -> Listing:
         """See `Origin.listing`. An object with exactly this name wins; else everything below it as a folder."""
@@ -76,7 +79,7 @@ class Gcs(WebOrigin):
         token = ""
         while True:
             stop.check()
-            query = {"prefix": prefix, "maxResults": "1000", "fields": f"nextPageToken,items({_FIELDS})"}
+            query = {"prefix": prefix, "maxResults": _PAGE, "fields": f"nextPageToken,items({_FIELDS})"}
             page = self._json("", {**query, "pageToken": token} if token else query, "")
             rows += page.get("items") or []
             following = str(page.get("nextPageToken") or "")

@@ -28,6 +28,7 @@ class Http(WebOrigin):
         user, _, host = parts.netloc.rpartition("@")
         self._url = urlunsplit((parts.scheme, host, parts.path, parts.query, ""))
         self._authorization = _basic(user) if user else ""
+        self._weak: dict[str, str] = {}
 
     def listing(self, revision: str | None, stop: Stop) -> Listing:
         """See `Origin.listing`."""
@@ -36,7 +37,7 @@ class Http(WebOrigin):
         return at_revision(Listing(self.uri, _revision(entry), (entry,)), revision, self._uri.shown)
 
     def _ask(self) -> Reply:
-        """HEAD, or the head of a GET for the first byte."""
+        """HEAD, or the head of a GET for the first byte. Where HEAD says "empty", what GET says: not all servers mean it."""
         shown = self._uri.shown
         reply = self._web.request("HEAD", self._url, shown, sign=self._sign, allow=_NO_HEAD)
         if reply.status in _NO_HEAD:
@@ -45,6 +46,8 @@ class Http(WebOrigin):
             reply = self._web.request(
                 "GET", self._url, shown, sign=self._sign, headers=first, allow=(416,), head_only=True
             )
+        elif size_of(reply.head) == 0:
+            reply = self._web.request("GET", self._url, shown, sign=self._sign, head_only=True)
         return reply
 
     def _entry(self, head: Head) -> Entry:
@@ -54,9 +57,10 @@ class Http(WebOrigin):
         tag = head.get("etag")
         if tag and not tag.startswith("W/"):
             return Entry(name, size, bare_tag(tag), key=self._url)
-        marks = [part for part in (bare_tag(tag), head.get("last-modified")) if part]
+        self._weak = {name: head.get(name) for name in ("etag", "last-modified") if head.get(name)}
+        marks = [bare_tag(mark) for mark in self._weak.values()]
         validator = "weak:" + " ".join(marks) if marks and size is not None else ""
-        return Entry(name, size, validator, strong=False, key=self._url, version=head.get("last-modified"))
+        return Entry(name, size, validator, strong=False, key=self._url)
 
     def _server(self) -> str:
         return self._url
@@ -67,8 +71,8 @@ class Http(WebOrigin):
         if entry.strong:
             headers["If-Match"] = f'"{entry.validator}"'
             pinned["etag"] = entry.validator
-        elif entry.version:
-            pinned["last-modified"] = entry.version
+        else:
+            pinned.update(self._weak)
         return Target(self._url, self._uri.shown, self._sign, headers, pinned)
 
     def _sign(self, method: str, url: str, headers: dict[str, str]) -> dict[str, str]:

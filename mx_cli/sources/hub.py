@@ -7,10 +7,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
-from urllib.parse import quote, urljoin
+from urllib.parse import quote, urljoin, urlsplit
 
+from mx_cli.base import redact
 from mx_cli.base.cancel import Stop
-from mx_cli.base.errors import AccessDenied, IntegrityError, MxError, NotFound
+from mx_cli.base.errors import AccessDenied, IntegrityError, MxError, NotFound, UsageError
 from mx_cli.model.manifest import Entry, Listing
 from mx_cli.sources.answers import Target
 from mx_cli.sources.hub_token import find_token
@@ -30,6 +31,8 @@ class Hub(WebOrigin):
         no_versions(context, uri.shown)
         super().__init__(uri, context)
         self._endpoint = context.settings.hf_endpoint.rstrip("/")
+        if urlsplit(self._endpoint).scheme not in ("http", "https"):
+            raise UsageError(f"HF_ENDPOINT is not an http or https URL: {redact.url(self._endpoint)}")
         self._token, self._token_source = find_token(context)
 
     def listing(self, revision: str | None, stop: Stop) -> Listing:
@@ -166,7 +169,7 @@ class Hub(WebOrigin):
         return None
 
     def _gate_hint(self) -> str:
-        page = f"{self._endpoint}/{self._uri.place}"
+        page = redact.url(f"{self._endpoint}/{self._uri.place}")
         if self._token:
             return f"accept the terms at {page} with the account of this token"
         return f"accept the terms at {page}, then set HF_TOKEN or --hf-token-file"

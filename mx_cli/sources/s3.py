@@ -22,6 +22,7 @@ from mx_cli.sources.web import Reply
 _PLAIN_BUCKET = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]")
 # Small objects have an ETag that is their MD5; asking each for more would take longer than fetching it.
 _CHECKSUM_FROM = 1 << 20
+_PAGE = "1000"
 
 T = TypeVar("T")
 
@@ -105,7 +106,7 @@ class S3(WebOrigin):
         return tuple(sorted(entries, key=lambda item: item.path.encode("utf-8", "surrogatepass")))
 
     def _page(self, prefix: str, after: dict[str, str]) -> Page:
-        query = encode_query({"list-type": "2", "prefix": prefix, "encoding-type": "url", **after})
+        query = encode_query({"list-type": "2", "prefix": prefix, "encoding-type": "url", "max-keys": _PAGE, **after})
         reply = self._ask("GET", "ListObjectsV2", "", query=query)
         return parse_page(reply.body, self._uri.shown)
 

@@ -146,6 +146,8 @@ def _hub(rest: str, shown: str) -> Uri:
     match = _HUB_URI.fullmatch(rest.rstrip("/"))
     if not match:
         raise UsageError(f"{shown}: not a hub repository: {rest!r}", hint="write hf://org/name[@revision]")
+    if match["repository"].partition("/")[0] in ("datasets", "spaces"):
+        raise UsageError(f"{shown}: not a model repository", hint="write hf://org/name[@revision]")
     repository, revision, folder = match["repository"], match["revision"] or "", (match["folder"] or "").strip("/")
     text = f"hf://{repository}" + (f"/{folder}" if folder else "")
     return Uri("hf", text, shown, place=repository, path=folder, revision=revision)

@@ -14,7 +14,7 @@ from mx_cli.base.errors import IntegrityError, Unreachable
 from mx_cli.base.version import VERSION
 from mx_cli.engine.ports import OnRetry, ReadItem
 from mx_cli.engine.retry import Gates, patiently
-from mx_cli.sources.answers import Explain, Sign, Target, check_answer, refusal, unsigned
+from mx_cli.sources.answers import Explain, Sign, Target, check_answer, refusal, refused_range, unsigned
 from mx_cli.sources.connect import Connections
 from mx_cli.sources.wire import Body, Head, Wire
 
@@ -122,6 +122,8 @@ class Web:
         wire, head, place = self._ask_again(target, headers)
         try:
             if head.status >= 300:
+                if head.status == 416 and ranged:
+                    raise refused_range(target, item, head)
                 body = self._excerpt(wire, head)
                 where = _via(target.what, target.url, place.url)
                 raise target.explain(where, head, body) or refusal(where, head, body)
@@ -138,17 +140,25 @@ class Web:
         if known:
             sign = target.sign if known.trusted else unsigned
             own = headers if known.trusted else _without_credentials(headers)
-            wire, head, place = self._ask("GET", known.url, target.what, sign, own, target.follow)
+            try:
+                wire, head, place = self._ask("GET", known.url, target.what, sign, own, target.follow)
+            except Unreachable:
+                self._forget(target.url)
+                raise
+            if head.status >= 400:
+                self._forget(target.url)
             if head.status not in STALE_STATUS:
                 return wire, head, place
             wire.close()
-            with self._lock:
-                self._moved.pop(target.url, None)
         wire, head, place = self._ask("GET", target.url, target.what, target.sign, headers, target.follow)
         if place.url != target.url and head.status < 300:
             with self._lock:
                 self._moved[target.url] = place
         return wire, head, place
+
+    def _forget(self, url: str) -> None:
+        with self._lock:
+            self._moved.pop(url, None)
 
     def _excerpt(self, wire: Wire, head: Head) -> bytes:
         view = memoryview(bytearray(64 << 10))

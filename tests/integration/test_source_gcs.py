@@ -29,11 +29,22 @@ def test_digests_and_generations(gcs: servers.Gcs) -> None:
         assert entry.validator.isdigit()
 
 
-def test_pages_of_a_listing_are_followed(gcs: servers.Gcs) -> None:
-    for number in range(1003):
-        gcs.put(f"m/{number:04d}", b"x")
+def test_pages_of_a_listing_are_followed(gcs: servers.Gcs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mx_cli.sources.gcs._PAGE", "3")
+    for number in range(8):
+        gcs.put(f"m/{number}", b"x")
     listing = opened(gcs.uri("m"), gcs.env).listing(None, Stop())
-    assert [entry.path for entry in listing.files] == [f"{number:04d}" for number in range(1003)]
+    assert [entry.path for entry in listing.files] == [f"{number}" for number in range(8)]
+
+
+def test_a_generation_is_a_number(gcs: servers.Gcs) -> None:
+    gcs.put("m/x", b"abc")
+    with pytest.raises(UsageError, match="generation"):
+        opened(gcs.uri("m/x"), gcs.env, version_id="abc")
+    generation = opened(gcs.uri("m/x"), gcs.env).listing(None, Stop()).files[0].version
+    assert opened(gcs.uri("m/x"), gcs.env, version_id=generation).listing(None, Stop()).files
+    with pytest.raises(NotFound, match="generation 7"):
+        opened(gcs.uri("m/x"), gcs.env, version_id="7").listing(None, Stop())
 
 
 def test_p23_markers_are_no_files(gcs: servers.Gcs) -> None:

@@ -7,10 +7,10 @@ import hashlib
 import json
 import os
 import stat
+import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from tests.rig import servers
 from tests.rig.checkpoints import noise
 from tests.rig.origins import opened
 from tests.rig.servers import request
+from tests.support import ROOT
 
 Stubs = Callable[..., servers.S3Stub]
 
@@ -79,11 +80,27 @@ def test_p14_nothing_there_repeats_what_was_looked_for(s3: servers.S3) -> None:
         listed(s3, "nope/")
 
 
-def test_pages_of_a_listing_are_followed(s3: servers.S3) -> None:
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda number: s3.put(f"m/{number:04d}.json", b"x"), range(1005)))
-    listing = listed(s3)[1]
-    assert [entry.path for entry in listing.files] == [f"{number:04d}.json" for number in range(1005)]
+def test_pages_of_a_listing_are_followed(s3: servers.S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mx_cli.sources.s3._PAGE", "3")
+    names = [f"{number} +%.json" for number in range(8)]
+    for name in names:
+        s3.put(f"m/{name}", b"x")
+    assert [entry.path for entry in listed(s3)[1].files] == names
+    assert isinstance(s3, servers.S3Stub)
+    assert sum("list-type" in entry["path"] for entry in s3.log()) == 3
+
+
+def test_keys_in_the_environment_need_no_botocore(s3: servers.S3) -> None:
+    s3.put("m/x", b"abc")
+    script = (
+        "import sys, os; from tests.rig.origins import opened; from mx_cli.base.cancel import Stop\n"
+        f"origin = opened({s3.uri('m')!r}, dict(os.environ)); entry = origin.listing(None, Stop()).files[0]\n"
+        "assert origin.read(entry, 9) == b'abc'\n"
+        "print([name for name in ('botocore', 'requests', 'google.auth', 'asyncio', 's3fs') if name in sys.modules])"
+    )
+    env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), **s3.env}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_p28_the_etag_of_many_parts_is_no_md5(s3: servers.S3) -> None:

@@ -94,7 +94,19 @@ def test_neither_path_nor_repository_tells_both_readings(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "  ", "az://c/b", "ftp://h/x", "s3://", "s3:///k", "hf://a b/c", "https://", "s3+ftp://h/b", "s3://b/\n"],
+    [
+        "",
+        "  ",
+        "az://c/b",
+        "ftp://h/x",
+        "s3://",
+        "s3:///k",
+        "hf://a b/c",
+        "https://",
+        "hf://datasets/org/name",
+        "s3+ftp://h/b",
+        "s3://b/\n",
+    ],
 )
 def test_usage_errors(text: str) -> None:
     with pytest.raises(UsageError):

@@ -75,6 +75,7 @@ def test_p03_the_whole_file_for_a_range_over_all_of_it_is_right() -> None:
         (404, NotFound, False),
         (410, NotFound, False),
         (412, OriginChanged, False),
+        (416, OriginChanged, False),
         (429, Unreachable, True),
         (500, Unreachable, True),
         (503, Unreachable, True),

@@ -1,0 +1,102 @@
+"""Requests through proxies, plain and tunnelled."""
+
+from __future__ import annotations
+
+import base64
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from mx_cli.base.cancel import Stop
+from mx_cli.base.errors import Unreachable
+from tests.rig import servers
+from tests.rig.faultd import body
+from tests.rig.origins import opened
+
+
+@dataclass
+class Tunnel:
+    """A proxy that only knows CONNECT."""
+
+    server: socket.socket
+    heads: list[str] = field(default_factory=list)
+
+    @property
+    def place(self) -> str:
+        return f"127.0.0.1:{self.server.getsockname()[1]}"
+
+    def run(self) -> None:
+        while True:
+            try:
+                near, _ = self.server.accept()
+            except OSError:
+                return
+            threading.Thread(target=self.serve, args=(near,), daemon=True).start()
+
+    def serve(self, near: socket.socket) -> None:
+        head = b""
+        while b"\r\n\r\n" not in head:
+            head += near.recv(4096)
+        self.heads.append(head.decode())
+        host, _, port = head.split()[1].decode().rpartition(":")
+        far = socket.create_connection((host, int(port)))
+        near.sendall(b"HTTP/1.1 200 Connection established\r\n\r\n")
+        for source, sink in ((near, far), (far, near)):
+            threading.Thread(target=_copy, args=(source, sink), daemon=True).start()
+
+
+def _copy(source: socket.socket, sink: socket.socket) -> None:
+    try:
+        while data := source.recv(65536):
+            sink.sendall(data)
+        sink.shutdown(socket.SHUT_WR)
+    except OSError:
+        return
+
+
+@pytest.fixture
+def tunnel() -> Iterator[Tunnel]:
+    made = Tunnel(socket.create_server(("127.0.0.1", 0)))
+    threading.Thread(target=made.run, daemon=True).start()
+    yield made
+    made.server.close()
+
+
+def fetch(url: str, env: dict[str, str], **options: Any) -> bytes:
+    origin = opened(url, env, **options)
+    return origin.read(origin.listing(None, Stop()).files[0], 1 << 20)
+
+
+def test_https_goes_through_a_tunnel(
+    tunnel: Tunnel, start_faultd: Callable[..., servers.Faultd], tls: servers.Tls
+) -> None:
+    secure = start_faultd(tls=tls)
+    url = secure.file("ok", 1000, "x")
+    env = {"HTTPS_PROXY": f"http://user:SECRET@{tunnel.place}"}
+    assert fetch(url, env, ca_bundle=tls.ca) == body("x", 1000)
+    assert tunnel.heads
+    assert base64.b64encode(b"user:SECRET").decode() in tunnel.heads[0]
+    assert not any(entry["auth"] for entry in secure.log())
+    before = len(tunnel.heads)
+    assert fetch(url, {**env, "NO_PROXY": "127.0.0.1"}, ca_bundle=tls.ca) == body("x", 1000)
+    assert len(tunnel.heads) == before
+
+
+def test_http_asks_the_proxy_for_the_whole_url(faultd: servers.Faultd) -> None:
+    # faultd looks at the path only, so it can play a proxy for any host.
+    assert fetch("http://origin.invalid/f/ok/1000/x", {"http_proxy": faultd.url}) == body("x", 1000)
+    assert {entry["path"] for entry in faultd.log()} == {"http://origin.invalid/f/ok/1000/x"}
+    assert {entry["host"] for entry in faultd.log()} == {"origin.invalid"}
+
+
+def test_p37_a_proxy_that_is_not_there_is_named_without_its_password() -> None:
+    port = servers.free_port()
+    for url in ("https://origin.invalid/x", "http://origin.invalid/x"):
+        with pytest.raises(Unreachable) as caught:
+            fetch(url, {"all_proxy": f"http://user:SECRET@127.0.0.1:{port}"}, retry_for="200ms")
+        assert f"proxy 127.0.0.1:{port}" in caught.value.what
+        assert "SECRET" not in caught.value.what
