@@ -51,6 +51,7 @@ class Session:
         self._renderer: Renderer | None = None
         self._warnings = 0
         self._answered = ""
+        self.failed_document: Mapping[str, Any] = {}
 
     @property
     def settings(self) -> Settings:
@@ -145,7 +146,11 @@ class Session:
         if bug is not None or self._debug():
             traceback.print_exception(bug or error, file=_Redacting())
         if self.as_json:
-            document = {"schema": 1, "error": {**error.to_json(), "message": redact.text(error.what)}}
+            document = {
+                "schema": 1,
+                **self.failed_document,
+                "error": {**error.to_json(), "message": redact.text(error.what)},
+            }
             with contextlib.suppress(OSError):
                 sys.stdout.write(json.dumps(document, ensure_ascii=False) + "\n")
         self._termination(f"mx: error: {redact.text(error.what)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,7 +17,6 @@ from mx_cli.cache.layout import Cache, Model
 from mx_cli.cache.lease import Lease
 from mx_cli.cache.snapshots import Snapshots
 from mx_cli.engine.retry import Gates
-from mx_cli.model.manifest import Entry
 from mx_cli.sources.registry import OpenOrigin, open_origin
 
 
@@ -62,10 +62,10 @@ class Context:
 
     def lease(self, model: Model, revision: str) -> Lease:
         settings = self.settings
-        return Lease(model.lease(revision), settings.node_name or "", settings.namespace or "")
+        return Lease(model.lease(revision), settings.node_name or "", settings.namespace or "", settings.visibility)
 
     def snapshots(self, model: Model) -> Snapshots:
-        return Snapshots(model, self.settings.visibility)
+        return Snapshots(model, self.settings.visibility, self.stop.wait)
 
     def origin(self, uri: str, version_id: str | None = None) -> OpenOrigin:
         return open_origin(
@@ -80,9 +80,14 @@ class Context:
         )
 
 
-INDEX_LIMIT = 64 << 20
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
-def read_index(origin: OpenOrigin, entry: Entry) -> bytes:
-    """A small file of the origin, whole."""
-    return origin.read(entry, INDEX_LIMIT)
+def is_immutable(uri: str, revision: str) -> bool:
+    """Whether a revision of an origin can only ever mean one thing: a hub's commit, or any of a store without branches."""
+    return bool(revision) and (not uri.startswith("hf://") or bool(_COMMIT.fullmatch(revision)))
+
+
+def moving_name(uri: str, revision: str) -> str:
+    """The moving name that stands for `revision`, or for none given, in the cache's refs."""
+    return revision or ("main" if uri.startswith("hf://") else "latest")

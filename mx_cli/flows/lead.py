@@ -231,6 +231,9 @@ class Leader:
             raise
         if result.warning:
             self._context.warn(result.warning)
+        if entry.size is None:
+            proof = "" if result.digests else " and no digest"
+            self._context.warn(f"{entry.path}: the origin gave no length{proof}; {size} bytes were taken as they came")
         try:
             if os.fstat(fd).st_size != size:
                 os.ftruncate(fd, size)
@@ -311,7 +314,7 @@ class Leader:
 
 def rows_of(manifest: Manifest, path: str, name: str) -> list[TensorDigest] | None:
     """The tensor table of a manifest's file, for a file called `name` with the same bytes; None where it has none."""
-    rows = [TensorDigest(*row) for file, *row in manifest.tensors if file == path]
+    rows = [TensorDigest(*row[1:]) for row in manifest.tensors if row[0] == path]
     if not rows and "content" not in manifest.identity:
         return None
     return [row._replace(name=name) if row.dtype == FILE_DTYPE else row for row in rows]

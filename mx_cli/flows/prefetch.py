@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from pathlib import Path
 
@@ -20,12 +19,12 @@ from mx_cli.base.errors import (
 from mx_cli.base.events import Progress
 from mx_cli.cache.beat import Deposed
 from mx_cli.cache.follow import Watch
-from mx_cli.cache.layout import Cache, Model
+from mx_cli.cache.layout import Cache, Model, names
 from mx_cli.cache.lease import Lease
 from mx_cli.cache.reserve import check_collisions, probe_rename
 from mx_cli.cache.snapshots import Snapshots
 from mx_cli.flows import deliver
-from mx_cli.flows.context import Context
+from mx_cli.flows.context import Context, is_immutable, moving_name
 from mx_cli.flows.lead import Leader
 from mx_cli.flows.progress import watching
 from mx_cli.flows.request import Clock, Led, Outcome, Preview, Request, Wanted
@@ -39,7 +38,6 @@ CHANGES = 3
 # What a follower may hope to do better than its leader: other credentials, another network, another mount.
 OWN_TRY = (AccessDenied, Unreachable, TransportFailed, FilesystemRefused)
 UNVERSIONED = "none"
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def prefetch(request: Request, context: Context) -> Outcome:
@@ -100,7 +98,7 @@ class Prefetch:
             self._context.notice(wanted.skipped)
         self._context.notice(f"revision {listing.revision or 'unknown'}: {_amount(listing, wanted)}")
         hit = listing.revision and self._snapshots.complete(listing.revision, wanted.files, wanted.weights)
-        if hit:
+        if hit and self._kept(hit):
             return self._hit(hit, listing, wanted)
         if self._offline:
             raise self._offline_miss(listing, wanted)
@@ -115,15 +113,11 @@ class Prefetch:
     @property
     def _pinned(self) -> bool:
         """Whether the revision asked for is an immutable one."""
-        if not self._revision:
-            return False
-        return not self._origin.uri.startswith("hf://") or bool(_COMMIT.fullmatch(self._revision))
+        return is_immutable(self._origin.uri, self._revision)
 
     @property
     def _ref(self) -> str:
-        if self._revision:
-            return self._revision
-        return "main" if self._origin.uri.startswith("hf://") else "latest"
+        return moving_name(self._origin.uri, self._revision)
 
     def listing(self, *, writes: bool = True) -> Listing:
         """What the origin holds: from the cache when the revision is pinned and known, or offline; else from the origin."""
@@ -303,6 +297,11 @@ class Prefetch:
 
     # -- the answer ----------------------------------------------------------------------------------------------
 
+    def _kept(self, manifest: Manifest) -> bool:
+        """Leave a mark of use, then look again: gc takes a manifest away first, and looks for marks then."""
+        self._model.mark_used(manifest.revision)
+        return f"{manifest.selection}.json" in names(self._model.manifests(manifest.revision))
+
     def _hit(self, manifest: Manifest, listing: Listing, wanted: Wanted) -> Outcome:
         if self._request.verify:
             used = verify_snapshot(self._model, manifest, listing, self._context)
@@ -330,6 +329,7 @@ class Prefetch:
             bytes_reused=max(0, total - fetched),
             files=len(wanted.files),
             clock=self._clock,
+            retries=self._context.retries,
         )
 
     def _deliver(self, manifest: Manifest, listing: Listing, wanted: Wanted) -> None:
