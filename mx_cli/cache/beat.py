@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from mx_cli.base import canonical
+from mx_cli.base import canonical, redact
 from mx_cli.base.errors import MxError
-from mx_cli.cache.layout import write_private
+from mx_cli.cache.layout import names, write_private
 from mx_cli.cache.lease import Lease
 from mx_cli.engine.meter import Meter
 
@@ -37,6 +37,7 @@ class Beat:
         self._name = ""
         self._note: dict[str, Any] = {}
         self._note_name = ""
+        self._notes = 0
 
     def __enter__(self) -> Beat:
         self._beat()
@@ -65,21 +66,43 @@ class Beat:
     def _beat(self) -> None:
         self._seq += 1
         name = f"beat.{self._term}.{self._seq}.{self._meter.done}"
-        try:
-            os.rename(self._lease.path / self._name, self._lease.path / name)
-        except OSError:
+        if not self._renamed(name):
             write_private(self._lease.path / name, b"", sync=False)
         self._name = name
 
+    def _renamed(self, name: str) -> bool:
+        """A rename needs no new inode: a leader on a full disk goes on living."""
+        if not self._name:
+            return False
+        try:
+            os.rename(self._lease.path / self._name, self._lease.path / name)
+        except FileNotFoundError:
+            # Swept, or done already: NFS may answer a retransmission of our own request.
+            return name in names(self._lease.path)
+        except OSError:
+            return False
+        return True
+
     def _tell(self) -> None:
-        """Write a note when something worth knowing changed: how the others learn why it is slow."""
+        """Write a note when something worth knowing changed: how the others learn why it is slow.
+
+        It has a number of its own: what stops the beats is worth a note.
+        """
         meter = self._meter
-        note = {"phase": meter.phase, "retries": meter.retries, "error": meter.last_error, "total": meter.total}
+        note: dict[str, Any] = {"phase": meter.phase, "total": meter.total, "interval": self._interval}
+        if meter.retries:
+            note |= {
+                "retries": meter.retries,
+                "error": meter.last_error,
+                "message": redact.text(meter.last_message)[:400],
+            }
+            note["error_at"] = round(meter.last_error_at)
         if meter.throttled_until > time.time():
             note["throttled_until"] = round(meter.throttled_until)
         if note == self._note:
             return
-        name = f"note.{self._term}.{self._seq}"
+        self._notes += 1
+        name = f"note.{self._term}.{self._notes}"
         write_private(self._lease.path / name, canonical.dumps(note), sync=False)
         if self._note_name:
             with contextlib.suppress(OSError):

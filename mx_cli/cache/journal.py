@@ -10,6 +10,7 @@ import contextlib
 import os
 import threading
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from mx_cli.cache.layout import names
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """`length` bytes at `offset` of a part, with their xxh3-128 in hex."""
+    """`length` bytes at `offset` of a part, with their xxh3-128 in hex. No bytes: the term means to make that file."""
 
     part: str
     offset: int
@@ -33,18 +34,27 @@ class Journal:
     def __init__(self, staging: Path, term: int) -> None:
         self.path = staging / f"journal.{term}"
         self._lock = threading.Lock()
+        self._at = 0
         try:
-            self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o666)
         except OSError as error:
             raise explain(error, f"opening {self.path}") from None
 
     def record(self, claim: Claim) -> None:
         """Append one claim. Raises NoSpace, FilesystemRefused."""
-        body = f"{claim.part} {claim.offset} {claim.length} {claim.digest}"
-        line = f"{body} {zlib.crc32(body.encode()):08x}\n".encode()
+        self._write(_line(claim))
+
+    def announce(self, parts: Iterable[str]) -> None:
+        """Say which files the term means to make, before it makes any: gc knows by that what is ours, and what is foreign."""
+        self._write(b"".join(_line(Claim(part, 0, 0, "-")) for part in parts))
+
+    def _write(self, lines: bytes) -> None:
         try:
+            # Not O_APPEND: it is not to be had everywhere, and nobody else writes into this journal.
             with self._lock:
-                os.write(self._fd, line)
+                while lines:
+                    count = os.pwrite(self._fd, lines, self._at)
+                    self._at, lines = self._at + count, lines[count:]
         except OSError as error:
             raise explain(error, f"writing {self.path}") from None
 
@@ -71,6 +81,11 @@ def claims(staging: Path, before: int) -> dict[str, list[Claim]]:
             if claim:
                 found.setdefault(claim.part, {})[claim.offset, claim.length, claim.digest] = claim
     return {part: list(by_place.values()) for part, by_place in found.items()}
+
+
+def _line(claim: Claim) -> bytes:
+    body = f"{claim.part} {claim.offset} {claim.length} {claim.digest}".encode()
+    return body + f" {zlib.crc32(body):08x}\n".encode()
 
 
 def _parse(line: bytes) -> Claim | None:

@@ -23,7 +23,7 @@ from mx_cli.base import canonical, redact
 from mx_cli.base.errors import MxError, by_name
 from mx_cli.base.oserrors import explain
 from mx_cli.base.version import VERSION
-from mx_cli.cache.layout import make_dirs, names, read_json, write_private
+from mx_cli.cache.layout import make_dirs, names, read_json, seen, write_private
 
 NO_LINK = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EACCES, errno.EXDEV})
 LOCK_TRIES = 10
@@ -89,8 +89,10 @@ def _start_time(pid: int) -> str:
 class Lease:
     """The lease directory of one revision."""
 
-    def __init__(self, path: Path, node: str = "", namespace: str = "") -> None:
+    def __init__(self, path: Path, node: str = "", namespace: str = "", patience: float = 0.0) -> None:
+        """`patience`: seconds for which a name seen in a listing may be hidden from look-ups."""
         self.path = path
+        self._patience = patience
         self._me = {"node": node, "namespace": namespace}
         self._token = ""
         self._lock_fd = -1
@@ -181,6 +183,8 @@ class Lease:
             raise explain(error, f"creating {target}") from None
         try:
             os.write(fd, data)
+        except OSError as error:
+            raise explain(error, f"writing {target}") from None
         finally:
             os.close(fd)
         return True
@@ -239,21 +243,47 @@ class Lease:
             write_private(self.path / f"left.{term}", b"", sync=False)
         self.drop_lock()
 
-    def fail(self, term: int, error: MxError) -> None:
-        """Tell those who follow this term why it ended. Best effort."""
+    def fail(self, term: int, error: MxError, selection: str = "") -> None:
+        """Tell those who follow this term, for the same selection, why it ended. Best effort."""
         data = {"name": error.name, "code": error.exit_code, "message": redact.text(error.what), "hint": error.hint}
+        data["at"] = round(time.time())
         temporary = self.path / f".{secrets.token_hex(8)}.tmp"
-        with contextlib.suppress(OSError, MxError):
-            write_private(temporary, canonical.dumps(data), sync=False)
+        try:
+            write_private(temporary, canonical.dumps({**data, "selection": selection}), sync=False)
             os.rename(temporary, self.path / f"failed.{term}")
+        except (OSError, MxError):
+            # A full disk has no room for reasons, but for an empty name.
+            self.leave(term)
         self.drop_lock()
 
     def failure(self, term: int) -> MxError:
         """The error that ended a term, as its followers report it."""
-        data = read_json(self.path / f"failed.{term}")
-        if not isinstance(data, dict):
+        data = self._failed(term)
+        if not data:
             return MxError(f"the leader of term {term} failed", via="leader")
         return by_name(str(data.get("name")), str(data.get("message")), hint=str(data.get("hint", "")), via="leader")
+
+    def failed_selection(self, term: int) -> str:
+        """What the failed leader wanted; empty when that is not known."""
+        return str(self._failed(term).get("selection", ""))
+
+    def _failed(self, term: int) -> Mapping[str, Any]:
+        """The record; blocks for the patience while look-ups hide what a listing shows."""
+        path = self.path / f"failed.{term}"
+        with contextlib.suppress(OSError):
+            seen(lambda: os.stat(path), self._patience, within=self.path)
+        data = read_json(path)
+        return data if isinstance(data, dict) else {}
+
+    def failed_at(self, term: int) -> float:
+        """When a term failed, by its leader's clock, in seconds since 1970; 0 when that is not known."""
+        data = read_json(self.path / f"failed.{term}")
+        return float(data.get("at", 0)) if isinstance(data, dict) else 0.0
+
+    def note(self, name: str) -> Mapping[str, Any]:
+        """What a note says; empty when it cannot be read, or no longer."""
+        data = read_json(self.path / name) if name else None
+        return data if isinstance(data, dict) else {}
 
     def sweep(self, term: int) -> None:
         """Remove beats, notes and other small records of terms before `term`; lead records of the highest term stay."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +45,7 @@ class Parts:
         make_dirs(self._staging)
         self._old = self._earlier()
         self._claims = claims(self._staging, before=term)
+        self._proved: dict[str, list[Span]] = {}
         self.journal = Journal(self._staging, term)
 
     def _earlier(self) -> dict[str, list[tuple[int, str]]]:
@@ -57,31 +59,88 @@ class Parts:
     def path(self, entry: Entry) -> Path:
         return self._staging / f"{part_id(entry.path)}.part.{self._term}"
 
+    def announce(self, entries: list[Entry]) -> None:
+        """Journal which files this term is about; gc sweeps those that nobody vouches for, should the term die."""
+        self.journal.announce(part_id(entry.path) for entry in entries)
+
     def fence(self, entries: list[Entry], published: dict[str, Path]) -> None:
-        """Take every part, and every published file that no manifest vouches for, away from earlier terms."""
+        """Take every part away from earlier terms; and look again at published files that no manifest vouches for.
+
+        Raises FilesystemRefused.
+        """
         for entry in entries:
-            old = sorted(self._old.pop(part_id(entry.path), ()), reverse=True)
-            taken = False
-            for _, name in old:
-                source = self._staging / name
-                with contextlib.suppress(FileNotFoundError):
-                    if taken or not entry.resumable:
-                        os.unlink(source)
-                    else:
-                        os.rename(source, self.path(entry))
-                        taken = True
-            final = published.get(entry.path)
-            if final is not None and not taken:
-                with contextlib.suppress(FileNotFoundError):
-                    os.rename(final, self.path(entry))
+            try:
+                taken = self._take(entry)
+                final = published.get(entry.path)
+                if final is not None and not taken and entry.resumable and self._claimed(entry):
+                    self._take_back(final, self.path(entry))
+            except OSError as error:
+                raise explain(error, f"taking over {entry.path}") from None
+
+    def _take(self, entry: Entry) -> bool:
+        taken = False
+        for _, name in sorted(self._old.pop(part_id(entry.path), ()), reverse=True):
+            source = self._staging / name
+            with contextlib.suppress(FileNotFoundError):
+                if taken or not entry.resumable:
+                    os.unlink(source)
+                else:
+                    os.rename(source, self.path(entry))
+                    taken = True
+        return taken
+
+    def _take_back(self, final: Path, part: Path) -> None:
+        """A second name for the file: an earlier leader may publish its manifest yet, and readers must not see it vanish."""
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                os.link(final, part)
+            except FileNotFoundError:
+                raise
+            except OSError:
+                os.rename(final, part)
+
+    def _claimed(self, entry: Entry) -> list[Claim]:
+        return [claim for claim in self._claims.get(part_id(entry.path), ()) if claim.length]
+
+    def started(self, entry: Entry) -> bool:
+        """Whether the part exists."""
+        return os.path.lexists(self.path(entry))
+
+    def allocated(self, entry: Entry) -> int:
+        """Bytes of disk that the part has already."""
+        try:
+            return os.stat(self.path(entry)).st_blocks * 512
+        except FileNotFoundError:
+            return 0
+
+    def have(self, entry: Entry) -> list[Span]:
+        """The blocks of an existing part that are right: each that a journal claims is hashed again, once. Reads much."""
+        part = part_id(entry.path)
+        if part not in self._proved:
+            try:
+                fd = os.open(self.path(entry), os.O_RDONLY)
+            except FileNotFoundError:
+                return []
+            except OSError as error:
+                raise explain(error, f"opening {self.path(entry)}") from None
+            try:
+                self._proved[part] = self._prove(fd, entry)
+            finally:
+                os.close(fd)
+        return self._proved[part]
+
+    def again(self) -> None:
+        """Before another try within the term: the blocks of the first one count too."""
+        self._claims = claims(self._staging, before=self._term + 1)
+        self._proved = {}
 
     def open(self, entry: Entry) -> Part:
-        """Open the entry's part, with room for all of it, and find out which blocks of it are right."""
+        """Open the entry's part, with room for all of it; `have` says which blocks of it are right."""
         path = self.path(entry)
+        have = self.have(entry)
         fd = -1
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-            have = self._proved(fd, entry) if os.fstat(fd).st_size else []
             if entry.size is not None:
                 reserve(fd, entry.size, str(path))
                 if os.fstat(fd).st_size > entry.size:
@@ -90,16 +149,16 @@ class Parts:
             if fd >= 0:
                 os.close(fd)
             raise explain(error, f"opening {path}") from None
-        return Part(entry, path, fd, merge(have))
+        return Part(entry, path, fd, have)
 
-    def _proved(self, fd: int, entry: Entry) -> list[Span]:
+    def _prove(self, fd: int, entry: Entry) -> list[Span]:
         have: list[Span] = []
-        for claim in self._claims.get(part_id(entry.path), ()):
+        for claim in self._claimed(entry) if entry.resumable else ():
             end = claim.offset + claim.length
-            if entry.size is not None and end <= entry.size and _digest(fd, claim, self._meter) == claim.digest:
+            if end <= (entry.size or 0) and _digest(fd, claim, self._meter) == claim.digest:
                 have.append((claim.offset, end))
                 self.journal.record(claim)
-        return have
+        return merge(have)
 
     def claim(self, entry: Entry, offset: int, length: int, digest: bytes) -> None:
         """Journal a block that is in place."""
@@ -108,17 +167,33 @@ class Parts:
     def void(self, entry: Entry) -> None:
         """Drop the part and its claims: what is in it is wrong."""
         self._claims.pop(part_id(entry.path), None)
+        self._proved.pop(part_id(entry.path), None)
         with contextlib.suppress(OSError):
             os.unlink(self.path(entry))
+
+    def copy_name(self, entry: Entry) -> Path:
+        """A name of this term for a copy in the making; nobody takes it for a part, and `clear` removes it."""
+        return self._staging / f"{part_id(entry.path)}.copy.{self._term}"
+
+    def drop(self, entries: Iterable[Entry]) -> None:
+        """After a failure: remove the parts that nobody can resume."""
+        for entry in entries:
+            if not entry.resumable:
+                self.void(entry)
 
     def clear(self) -> None:
         """After success: no part and no journal of this term or an earlier one stays. The directory does."""
         self.journal.close()
-        for name in names(self._staging):
-            term = name.rpartition(".")[2]
-            if term.isdigit() and int(term) <= self._term:
-                with contextlib.suppress(OSError):
-                    os.unlink(self._staging / name)
+        sweep(self._staging, self._term)
+
+
+def sweep(staging: Path, term: int, *, journals: bool = True) -> None:
+    """Remove what terms up to `term` left in a staging directory. They must be over."""
+    for name in names(staging):
+        kind, _, end = name.rpartition(".")
+        if end.isdigit() and int(end) <= term and (journals or kind != "journal"):
+            with contextlib.suppress(OSError):
+                os.unlink(staging / name)
 
 
 def _digest(fd: int, claim: Claim, meter: Meter) -> str:

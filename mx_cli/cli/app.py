@@ -11,7 +11,7 @@ import typer
 from mx_cli.base.config import asks_for_json
 from mx_cli.base.errors import MxError, UsageError, exit_codes
 from mx_cli.base.version import VERSION
-from mx_cli.cli import config, prefetch
+from mx_cli.cli import cache, config, hash_, prefetch, status
 from mx_cli.cli.session import finish
 
 EPILOG = "exit codes: " + "; ".join(f"{code} {meaning.replace('`', '')}" for code, meaning, _ in exit_codes())
@@ -26,7 +26,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
+app.command("hash")(hash_.hash_)
 app.command("prefetch", context_settings={"allow_interspersed_args": True})(prefetch.prefetch)
+app.command("status")(status.status)
+app.add_typer(cache.app, name="cache")
 app.command("config")(config.config)
 
 

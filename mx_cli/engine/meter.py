@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 WINDOW = 5.0
 
@@ -12,6 +14,7 @@ WINDOW = 5.0
 class Meter:
     """Counts bytes of a job. `add` from any thread; rates are over the last WINDOW seconds.
 
+    `throttled_until` and `last_error_at` are seconds since 1970, for other processes.
     `ticks` grows with every sign of work (bytes fetched, written or hashed): who watches for life compares it.
     """
 
@@ -27,8 +30,11 @@ class Meter:
         self.phase = "transfer"
         self.throttled_until = 0.0
         self.last_error = ""
+        self.last_message = ""
+        self.last_error_at = 0.0
         self.ticks = 0
-        self.waits_until = 0.0
+        self._waits: dict[object, float] = {}
+        self._pause_until = 0.0
         self._marks: deque[tuple[float, int]] = deque([(time.monotonic(), 0)])
 
     def add(self, count: int) -> None:
@@ -53,10 +59,39 @@ class Meter:
         with self._lock:
             self.ticks += 1
 
-    def waiting(self, seconds: float) -> None:
-        """A wait with a known limit begins (an fsync, a listing, an announced pause): silence until then is no death."""
+    def failed(self, name: str, message: str) -> None:
+        """Something failed that is tried again."""
         with self._lock:
-            self.waits_until = max(self.waits_until, time.monotonic() + seconds)
+            self.last_error, self.last_message, self.last_error_at = name, message, time.time()
+
+    def throttled(self, seconds: float) -> None:
+        """The source asked to be left alone for that long."""
+        with self._lock:
+            self.throttled_until = max(self.throttled_until, time.time() + seconds)
+
+    def waiting(self, seconds: float) -> None:
+        """An announced pause begins: silence until then is no death."""
+        with self._lock:
+            self._pause_until = max(self._pause_until, time.monotonic() + seconds)
+
+    @contextmanager
+    def bounded(self, seconds: float) -> Iterator[None]:
+        """Around a call that shows no progress (an fsync, a listing): silence is no death before `seconds` have passed."""
+        token = object()
+        with self._lock:
+            self._waits[token] = time.monotonic() + seconds
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._waits[token]
+                self.ticks += 1
+
+    @property
+    def waits_until(self) -> float:
+        """The moment (monotonic) until which silence is explained."""
+        with self._lock:
+            return max(self._pause_until, *self._waits.values(), 0.0)
 
     def file_done(self) -> None:
         with self._lock:

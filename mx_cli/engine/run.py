@@ -100,6 +100,11 @@ class Transfer:
             self._abandon()
             raise
 
+    @property
+    def in_flight(self) -> frozenset[str]:
+        """Files that something may still be written into: empty after `run`, unless it gave up on a read that hangs."""
+        return frozenset(item.entry.path for item in self._flights)
+
     def _admit(self, item: ReadItem) -> None:
         state = self._files.setdefault(item.entry.path, _FileState(0, item.whole))
         if item.length is None:
@@ -158,8 +163,10 @@ class Transfer:
             self._width.halve()
         if done.received and not state.whole:
             flight.patience.progressed()
-        self._meter.last_error = type(error).name
+        self._meter.failed(type(error).name, error.what)
         delay = flight.patience.delay(error, self._gate)
+        if self._gate.closed_for:
+            self._meter.throttled(self._gate.closed_for)
         self._meter.retries += 1
         self._meter.waiting(delay + POLL)
         if state.whole:
