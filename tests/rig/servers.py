@@ -322,6 +322,13 @@ class DirectoryS3(S3):
         (self.root / self.bucket).mkdir()
 
 
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
 @dataclasses.dataclass
 class NginxS3(DirectoryS3):
     """nginx as a fast read-only S3: the listings are files, written anew with each put. Signatures are not checked."""
@@ -337,7 +344,7 @@ class NginxS3(DirectoryS3):
         self.write_lists()
 
     def put_tree(self, prefix: str, directory: Path) -> None:
-        shutil.copytree(directory, self.path(prefix), dirs_exist_ok=True)
+        shutil.copytree(directory, self.path(prefix), dirs_exist_ok=True, copy_function=_link_or_copy)
         self.write_lists()
 
     def make_bucket(self) -> None:
@@ -433,10 +440,10 @@ class Nginx:
 
 
 NGINX_CONF = """
-worker_processes 1; daemon off; pid {place}/pid; error_log {place}/error.log; {user}
+worker_processes {workers}; daemon off; pid {place}/pid; error_log {place}/error.log; {user}
 events {{ worker_connections 512; }}
 http {{
-  access_log {place}/access.log; sendfile on; tcp_nopush on; types {{ }} default_type application/octet-stream;
+  access_log {log}; keepalive_requests 1000000; sendfile on; tcp_nopush on; types {{ }} default_type application/octet-stream;
   client_body_temp_path {place}/b; proxy_temp_path {place}/p; fastcgi_temp_path {place}/f;
   uwsgi_temp_path {place}/u; scgi_temp_path {place}/s;
   server {{
@@ -458,7 +465,7 @@ NO_OBJECTS = (
 
 
 @contextlib.contextmanager
-def nginx(place: Path, tls: Tls | None = None) -> Iterator[Nginx]:
+def nginx(place: Path, tls: Tls | None = None, *, workers: int = 1, log: bool = True) -> Iterator[Nginx]:
     home = place / "nginx"
     root, lists = home / "root", home / "lists"
     root.mkdir(parents=True)
@@ -473,7 +480,9 @@ def nginx(place: Path, tls: Tls | None = None) -> Iterator[Nginx]:
             lines = f"listen 127.0.0.1:{ports[1]} ssl; ssl_certificate {tls.cert}; ssl_certificate_key {tls.key};"
         conf = home / "nginx.conf"
         user = "user root;" if os.geteuid() == 0 else ""
-        conf.write_text(NGINX_CONF.format(place=home, root=root, lists=lists, port=ports[0], tls=lines, user=user))
+        access = f"{home}/access.log" if log else "off"
+        values = {"place": home, "root": root, "lists": lists, "port": ports[0], "tls": lines, "user": user}
+        conf.write_text(NGINX_CONF.format(**values, workers=workers, log=access))
         fds = tuple(sock.fileno() for sock in sockets)
         env = {"NGINX": "".join(f"{fd};" for fd in fds)}
         program = capabilities.program("nginx") or "nginx"

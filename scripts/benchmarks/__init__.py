@@ -1,0 +1,1 @@
+"""Benchmarks: ratios of runs taken in turn against a peer or a limit of the same run."""
