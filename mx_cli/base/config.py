@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -207,6 +206,11 @@ def _read_file(config: Path | None, env: Mapping[str, str]) -> tuple[dict[str, A
     path = named or (Path(home) / "mx" / "config.toml" if home else None)
     if path is None:
         return {}, ""
+    # A file is the exception: who has none does not pay for the parser.
+    if not path.exists() and not named:
+        return {}, str(path)
+    import tomllib
+
     try:
         data = tomllib.loads(path.read_text("utf-8"))
     except FileNotFoundError:

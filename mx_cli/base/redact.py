@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from urllib.parse import urlsplit, urlunsplit
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://[^\s'\"<>)\]]+", re.IGNORECASE)
 _TOKEN = re.compile(
@@ -16,6 +15,8 @@ _QUERY_SECRET = re.compile(
 
 def url(text: str) -> str:
     """The URL without user info, query and fragment. Object stores' URIs keep `?` and `#`: there they belong to the key."""
+    from urllib.parse import urlsplit, urlunsplit
+
     try:
         parts = urlsplit(text)
     except ValueError:

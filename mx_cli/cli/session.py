@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import FrameType
@@ -78,7 +76,7 @@ class Session:
         self.resolved = resolve(
             self._options, config=Path(self._config) if self._config else None, known=self._variables
         )
-        self._renderer = Renderer(self.settings, quiet=self._quiet, verbose=self._verbose, run=secrets.token_hex(4))
+        self._renderer = Renderer(self.settings, quiet=self._quiet, verbose=self._verbose, run=os.urandom(4).hex())
         self.stop = Stop(self.settings.timeout)
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, self._on_signal)
@@ -144,6 +142,8 @@ class Session:
             self._renderer.close()
         self._say(error)
         if bug is not None or self._debug():
+            import traceback
+
             traceback.print_exception(bug or error, file=_Redacting())
         if self.as_json:
             document = {
