@@ -108,9 +108,11 @@ def check_answer(target: Target, item: ReadItem, head: Head, ranged: bool) -> No
 
 def refused_range(target: Target, item: ReadItem, head: Head) -> Exception:
     """What 416 means to a range that lies within the listed size: the file is shorter, or ranges are not served."""
-    total = head.get("content-range").rpartition("/")[2]
-    if total.isdigit():
-        _check_total(target.what, item.entry.size, int(total), "Content-Range")
+    total, size = head.get("content-range").rpartition("/")[2], item.entry.size
+    if total.isdigit() and int(total) != size:
+        return OriginChanged(
+            f"{target.what}: wrong size (expected {size} bytes from the listing, observed {total} in Content-Range)"
+        )
     return NoRanges(f"{target.what}: the origin refuses a range within the file (HTTP 416)")
 
 

@@ -116,7 +116,15 @@ class Connections:
     def _proxy(self, scheme: str, host: str, port: int) -> str | None:
         if not self._proxies or proxy_bypass_environment(f"{host}:{port}", self._proxies):
             return None
-        return self._proxies.get(scheme) or self._proxies.get("all")
+        proxy = self._proxies.get(scheme) or self._proxies.get("all")
+        if proxy and "://" not in proxy:
+            proxy = f"http://{proxy}"
+        if proxy and not proxy.lower().startswith("http://"):
+            raise UsageError(
+                f"the proxy for {scheme} is {proxy.partition(':')[0]}://, but only http:// proxies are supported",
+                hint=f"set {scheme}_proxy=http://host:port, or no_proxy={host}",
+            )
+        return proxy
 
     def plain_proxy(self, address: tuple[str, str, int]) -> dict[str, str] | None:
         """The headers for the proxy that unencrypted requests to `address` go through; None when they go straight."""

@@ -59,7 +59,7 @@ class Gcs(WebOrigin):
         found = found or self._below(stop)
         if not found:
             raise refused or self._nothing()
-        return at_revision(Listing(self.uri, revision_of(found), found), revision, uri.shown)
+        return at_revision(Listing(self.uri, revision_of(found), found), revision, uri.shown, self._version)
 
     def _nothing(self) -> NotFound:
         key, where = self._uri.path, f"in bucket {self._uri.place} at {self._server()}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -112,10 +111,13 @@ def read_small(reader: Reader, entry: Entry, limit: int, context: Context) -> by
     return patiently(entry.path, once, gate, stop, settings.retry_for, context.on_retry)
 
 
-def at_revision(listing: Listing, wanted: str | None, shown: str) -> Listing:
-    """`listing`, if it is what was wanted: an origin without history has one revision, the present one."""
+def at_revision(listing: Listing, wanted: str | None, shown: str, version_id: str = "") -> Listing:
+    """`listing`, if it is what was wanted: an origin without history has one revision, the present one.
+
+    A version id picks an old object, so what it gives is not the latest.
+    """
     if not wanted:
-        return dataclasses.replace(listing, ref="latest")
+        return listing if version_id else dataclasses.replace(listing, ref="latest")
     if listing.revision != wanted:
         raise NotFound(
             f"{shown}: revision not found (expected {wanted}, the origin now holds {listing.revision or 'an unknown one'})",
@@ -141,5 +143,7 @@ def side_by_side(call: Callable[[T], R], things: list[T]) -> list[R]:
     """`call` for each, several at a time, results in order; the first error is raised after the others have ended."""
     if len(things) < 2:
         return [call(thing) for thing in things]
+    from concurrent.futures import ThreadPoolExecutor
+
     with ThreadPoolExecutor(min(SMALL_WORKERS, len(things)), thread_name_prefix="ask") as pool:
         return list(pool.map(call, things))

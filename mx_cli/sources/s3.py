@@ -56,7 +56,7 @@ class S3(WebOrigin):
             raise refused
         if not found:
             raise self._nothing()
-        return at_revision(Listing(self.uri, revision_of(found), found), revision, uri.shown)
+        return at_revision(Listing(self.uri, revision_of(found), found), revision, uri.shown, self._version)
 
     def _nothing(self) -> NotFound:
         key, where = self._uri.path, f"in bucket {self._bucket} at {self._server()}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import configparser
 import threading
 import time
 from pathlib import Path
@@ -105,6 +104,10 @@ class Credentials:
         home = self._context.settings.home
         path = Path(environ.get("AWS_CONFIG_FILE") or (home or Path("/")) / ".aws" / "config").expanduser()
         profile = environ.get("AWS_PROFILE") or environ.get("AWS_DEFAULT_PROFILE") or "default"
+        if not path.is_file():
+            return ""
+        import configparser
+
         parser = configparser.RawConfigParser(strict=False)
         try:
             parser.read(path)

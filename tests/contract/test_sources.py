@@ -17,7 +17,7 @@ from tests.rig.checkpoints import noise
 from tests.rig.origins import FilePlace, HttpPlace, HubPlace, Place, StorePlace, opened
 
 TREES = ("file", "hub", "moto", "hadro", "rclone", "nginx-s3", "gcs")
-ALL = (*TREES, "http")
+ALL = (*TREES, "http", "https")
 SHARD = noise("shard", 300_000)
 FILES = {
     "config.json": b'{"a": 1}',
@@ -49,8 +49,9 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
         return FilePlace(tmp_path / "checkpoint")
     if kind == "hub":
         return HubPlace(request.getfixturevalue("hub"))
-    if kind == "http":
-        return HttpPlace(request.getfixturevalue("nginx"), f"h-{uuid.uuid4().hex[:8]}")
+    if kind in ("http", "https"):
+        ca = request.getfixturevalue("tls").ca if kind == "https" else None
+        return HttpPlace(request.getfixturevalue("nginx"), f"h-{uuid.uuid4().hex[:8]}", ca)
     fixture = {"moto": "s3", "hadro": "hadro", "rclone": "rclone_s3", "nginx-s3": "nginx_s3", "gcs": "gcs"}[kind]
     return StorePlace(request.getfixturevalue(fixture))
 

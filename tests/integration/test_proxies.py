@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mx_cli.base.cancel import Stop
-from mx_cli.base.errors import Unreachable
+from mx_cli.base.errors import Unreachable, UsageError
 from tests.rig import servers
 from tests.rig.faultd import body
 from tests.rig.origins import opened
@@ -91,6 +91,14 @@ def test_http_asks_the_proxy_for_the_whole_url(faultd: servers.Faultd) -> None:
     assert fetch("http://origin.invalid/f/ok/1000/x", {"http_proxy": faultd.url}) == body("x", 1000)
     assert {entry["path"] for entry in faultd.log()} == {"http://origin.invalid/f/ok/1000/x"}
     assert {entry["host"] for entry in faultd.log()} == {"origin.invalid"}
+
+
+def test_forms_of_proxies(faultd: servers.Faultd) -> None:
+    place = faultd.url.removeprefix("http://")
+    assert fetch("http://origin.invalid/f/ok/1000/x", {"HTTP_PROXY": place}) == body("x", 1000)
+    with pytest.raises(UsageError, match="socks5") as caught:
+        fetch("https://origin.invalid/x", {"https_proxy": "socks5://user:SECRET@127.0.0.1:1"})
+    assert "SECRET" not in f"{caught.value} {caught.value.hint}"
 
 
 def test_p37_a_proxy_that_is_not_there_is_named_without_its_password() -> None:

@@ -99,13 +99,12 @@ class HubPlace(Place):
 
 
 class HttpPlace(Place):
-    """nginx over a directory: single files only."""
+    """nginx over a directory: single files only; over TLS when there is a CA."""
 
-    env: Mapping[str, str] = {}
-
-    def __init__(self, nginx: servers.Nginx, name: str) -> None:
+    def __init__(self, nginx: servers.Nginx, name: str, ca: Path | None = None) -> None:
         self._files = FilePlace(nginx.root / name)
-        self.tree = f"{nginx.url}/{name}"
+        self.tree = f"{nginx.tls_url if ca else nginx.url}/{name}"
+        self.env = {"SSL_CERT_FILE": str(ca)} if ca else {}
 
     def put(self, files: Mapping[str, bytes]) -> None:
         self._files.put(files)
