@@ -17,6 +17,10 @@ from mx_cli.engine.ports import Block, Dest, Done, File, Host, NoRanges, Reader,
 from mx_cli.model.manifest import BLOCK
 
 
+TELL_EVERY = 0.25
+"""Seconds: on a slow connection a block ends before it is full, so that a kill costs no more than this."""
+
+
 class Throttle:
     """At most `rate` bytes a second over all threads; a burst of one second is allowed."""
 
@@ -155,7 +159,7 @@ class _Copy:
         self._hash = xxhash.xxh3_128()
         self.position = self._start = flight.item.offset
         self.complete = flight.item.length == 0
-        self._last: Block | None = None
+        self._told = time.monotonic()
 
     def run(self, stream: Stream, buffer: memoryview) -> None:
         item, dest = self._flight.item, self._flight.dest
@@ -172,8 +176,10 @@ class _Copy:
             self._place(dest, view[:count])
             if self._throttle:
                 self._throttle.take(count)
-            if self.position == until and self.position != end:
+            full = self.position == until or time.monotonic() - self._told >= TELL_EVERY
+            if full and self.position != end:
                 self._tell(self._block())
+                self._told = time.monotonic()
         self.complete = True
 
     def _window(self, dest: Host, want: int) -> memoryview:

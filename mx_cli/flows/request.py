@@ -57,6 +57,7 @@ class Outcome:
     bytes_reused: int
     files: int
     clock: Clock
+    retries: int = 0
     notes: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -72,6 +73,7 @@ class Outcome:
             "bytes_reused": self.bytes_reused,
             "files": self.files,
             "seconds": self.clock.to_json(),
+            "retries": self.retries,
             **self.notes,
         }
 
@@ -81,7 +83,8 @@ class Outcome:
         phases = ", ".join(f"{name} {units.duration(value)}" for name, value in vars(clock).items() if value >= 0.05)
         moved = f"{units.size(self.bytes_fetched)} fetched, {units.size(self.bytes_reused)} reused"
         rate = f" at {units.rate(self.bytes_fetched / clock.transfer)}" if self.bytes_fetched and clock.transfer else ""
-        return f"{self.role}: {self.files} files, {moved}{rate}" + (f"; {phases}" if phases else "")
+        again = f"; {self.retries} {'retry' if self.retries == 1 else 'retries'}" if self.retries else ""
+        return f"{self.role}: {self.files} files, {moved}{rate}" + (f"; {phases}" if phases else "") + again
 
 
 @dataclass(frozen=True)
