@@ -70,6 +70,9 @@ def make_dirs(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
+        # Another host made it, and look-ups here do not know yet: the listing does.
+        if error.errno == errno.EEXIST and directory.name in names(directory.parent) and not directory.is_file():
+            return
         raise refused(error, f"creating {directory}", directory) from None
 
 
@@ -102,6 +105,9 @@ def write_private(path: Path, data: bytes, *, sync: bool = True) -> None:
         finally:
             os.close(fd)
     except OSError as error:
+        if not isinstance(error, FileExistsError):
+            with contextlib.suppress(OSError):
+                os.unlink(path)
         raise refused(error, f"writing {path}", path.parent) from None
 
 
@@ -130,10 +136,12 @@ def sync_directory(directory: Path) -> None:
         os.close(fd)
 
 
-def seen(what: Callable[[], T], patience: float, *, within: Path) -> T:
+def seen(
+    what: Callable[[], T], patience: float, *, within: Path, pause: Callable[[float], None] = time.sleep
+) -> T:
     """`what()`, again while look-ups hide a name that listings show, for at most `patience` seconds. Raises OSError.
 
-    Network file systems remember for up to a minute that a name was not there; a listing knows better.
+    Network file systems remember for up to a minute that a name was not there; a listing knows better. `pause` may raise.
     """
     end = time.monotonic() + patience
     while True:
@@ -143,7 +151,7 @@ def seen(what: Callable[[], T], patience: float, *, within: Path) -> T:
             hidden = error.errno in HIDDEN and error.filename and is_listed(Path(error.filename), within)
             if not hidden or time.monotonic() >= end:
                 raise
-        time.sleep(0.1)
+        pause(0.1)
 
 
 def is_listed(path: Path, within: Path) -> bool:
@@ -174,6 +182,7 @@ class Cache:
         self.root = root
         self.chosen = chosen
         self._check_format()
+        self._share_with_group()
 
     def _check_format(self) -> None:
         data = read_json(self.root / "format")
@@ -189,7 +198,6 @@ class Cache:
         if not self.writable_format:
             raise UsageError(f"the cache {self.root} may only be written by a newer mx")
         make_dirs(self.root)
-        self._share_with_group()
         present = set(names(self.root))
         if "format" not in present:
             data = {"format": FORMAT, "reads_need": FORMAT, "writes_need": FORMAT}
@@ -199,10 +207,14 @@ class Cache:
         make_dirs(self.root / "models")
 
     def _share_with_group(self) -> None:
-        """In a group-writable root everything is made group-writable, whatever the umask: Kubernetes cannot set one."""
-        if self.root.stat().st_mode & stat.S_IWGRP:
-            mask = os.umask(0)
-            os.umask(mask & ~0o070)
+        """In a group-writable root everything is made group-writable, whatever the umask: Kubernetes cannot set one.
+
+        So it is with a root that is still to be made in a volume with an fsGroup: group-writable, and setgid.
+        """
+        near = next(place for place in (self.root, *self.root.parents) if place.exists())
+        mode = near.stat().st_mode
+        if mode & stat.S_IWGRP and (near == self.root or mode & stat.S_ISGID):
+            _Umask.relax()
 
     @property
     def models(self) -> Path:
@@ -217,6 +229,24 @@ class Cache:
             origin = read_json(self.models / name / "origin.json")
             if isinstance(origin, dict) and isinstance(origin.get("uri"), str):
                 yield Model(self.models / name, origin["uri"])
+
+
+class _Umask:
+    """The umask that this process was given; programs that it turns into get it back."""
+
+    given: int | None = None
+
+    @classmethod
+    def relax(cls) -> None:
+        mask = os.umask(0o077)
+        os.umask(mask & ~0o070)
+        cls.given = mask if cls.given is None else cls.given
+
+
+def restore_umask() -> None:
+    """Before another program takes this process over: `Cache` may have changed the umask."""
+    if _Umask.given is not None:
+        os.umask(_Umask.given)
 
 
 class Model:
@@ -257,6 +287,8 @@ class Model:
         make_dirs(self.path)
         if "origin.json" not in names(self.path):
             write_atomic(self.path / "origin.json", canonical.dumps({"uri": self.uri}))
+        # There before anybody looks into it: a name that was looked for in vain may stay hidden for a minute.
+        make_dirs(self.path / "manifests")
 
     def write_ref(self, name: str, revision: str) -> None:
         """Remember what a moving name was resolved to."""

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 
 from mx_cli.base.oserrors import explain
@@ -15,6 +16,7 @@ from mx_cli.cache.snapshots import Snapshots
 from mx_cli.model.manifest import Entry, FileRecord, Manifest
 
 FICLONE = 0x40049409
+COPY_STEP = 64 << 20
 Found = tuple[FileRecord, Manifest, bool]
 """(the record, the manifest that it is from, whether a new name was made)."""
 
@@ -38,8 +40,11 @@ class Reuse:
                 return record, manifest, False
         return None
 
-    def elsewhere(self, entry: Entry, target: Path) -> Found | None:
-        """An equal file of another snapshot, by digest or strong validator, linked (else cloned, else copied) to `target`."""
+    def elsewhere(self, entry: Entry, target: Path, temporary: Path, moved: Callable[[], None]) -> Found | None:
+        """An equal file of another snapshot, by digest or strong validator, linked (else cloned, else copied) to `target`.
+
+        `temporary`: a free name for the copy in the making. `moved` is called as it grows.
+        """
         if entry.size is None:
             return None
         validator = entry.validator if entry.strong else ""
@@ -49,7 +54,7 @@ class Reuse:
                 if source == target or self._snapshots.missing(manifest, [record.path]):
                     continue
                 make_dirs(target.parent)
-                duplicate(source, target)
+                duplicate(source, target, temporary, moved)
                 digests = record.digests or entry.digests
                 return FileRecord(entry.path, record.size, record.xxh3, entry.validator, digests), manifest, True
         return None
@@ -60,14 +65,16 @@ def _keys(path: str, size: int, validator: str, digests: dict[str, str]) -> list
     return keys + ([("validator", path, validator, str(size))] if validator else [])
 
 
-def duplicate(source: Path, target: Path) -> str:
+def duplicate(
+    source: Path, target: Path, temporary: Path | None = None, moved: Callable[[], None] = lambda: None
+) -> str:
     """Give `target` the content of `source`, replacing it in one step: a hard link, else a clone, else a copy.
 
-    Returns which. Raises NoSpace, FilesystemRefused.
+    Returns which. `moved` is called as a copy grows. Raises NoSpace, FilesystemRefused.
     """
-    temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
+    temporary = temporary or target.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
-        how = _link(source, temporary) or _clone_or_copy(source, temporary)
+        how = _link(source, temporary) or _clone_or_copy(source, temporary, moved)
         os.rename(temporary, target)
         return how
     except OSError as error:
@@ -88,22 +95,22 @@ def _link(source: Path, target: Path) -> str:
         return ""
 
 
-def _clone_or_copy(source: Path, target: Path) -> str:
+def _clone_or_copy(source: Path, target: Path, moved: Callable[[], None]) -> str:
     with open(source, "rb") as reading, open(target, "xb") as writing:
         try:
             fcntl.ioctl(writing.fileno(), FICLONE, reading.fileno())
             return "clone"
         except OSError:
-            _copy(reading.fileno(), writing.fileno())
+            _copy(reading.fileno(), writing.fileno(), moved)
         os.fsync(writing.fileno())
         return "copy"
 
 
-def _copy(source: int, target: int) -> None:
+def _copy(source: int, target: int, moved: Callable[[], None]) -> None:
     left = os.fstat(source).st_size
     while left > 0:
         try:
-            count = os.copy_file_range(source, target, min(left, 1 << 30))
+            count = os.copy_file_range(source, target, min(left, COPY_STEP))
         except OSError as error:
             if error.errno not in (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF):
                 raise
@@ -111,6 +118,7 @@ def _copy(source: int, target: int) -> None:
         if count == 0:
             return
         left -= count
+        moved()
 
 
 def _copy_some(source: int, target: int) -> int:

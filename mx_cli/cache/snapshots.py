@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,16 +26,22 @@ class Missing:
 
 
 class Snapshots:
-    """All manifests of a model. `patience`: seconds for which a name seen in a listing may be hidden from look-ups."""
+    """All manifests of a model. `patience`: seconds for which a name seen in a listing may be hidden from look-ups.
 
-    def __init__(self, model: Model, patience: float = 0.0) -> None:
+    `pause` waits in the meantime, and may raise to stop.
+    """
+
+    def __init__(self, model: Model, patience: float = 0.0, pause: Callable[[float], None] = time.sleep) -> None:
         self._model = model
         self._patience = patience
+        self._pause = pause
         self._read: dict[Path, Manifest] = {}
 
     def of(self, revision: str) -> list[Manifest]:
         """The manifests of a revision. One that cannot be read is not there: nothing is trusted because of it."""
         directory = self._model.manifests(revision)
+        if revision not in names(directory.parent):
+            return []
         found = (self.read(directory / name) for name in sorted(names(directory)) if is_manifest(name))
         return [manifest for manifest in found if manifest]
 
@@ -47,7 +54,7 @@ class Snapshots:
     def read(self, path: Path) -> Manifest | None:
         if path not in self._read:
             try:
-                data = seen(path.read_bytes, self._patience, within=self._model.path)
+                data = seen(path.read_bytes, self._patience, within=self._model.path, pause=self._pause)
                 self._read[path] = Manifest.from_json(json.loads(data), str(path))
             except (OSError, ValueError, IntegrityError):
                 return None
@@ -80,7 +87,12 @@ class Snapshots:
 
     def _wrong(self, path: Path, record: FileRecord) -> str:
         try:
-            info = seen(lambda: os.stat(path, follow_symlinks=False), self._patience, within=self._model.path)
+            info = seen(
+                lambda: os.stat(path, follow_symlinks=False),
+                self._patience,
+                within=self._model.path,
+                pause=self._pause,
+            )
         except OSError:
             return "absent"
         if not stat.S_ISREG(info.st_mode) or info.st_size != record.size:

@@ -89,12 +89,14 @@ def _report(session: Session, outcome: Outcome, result: str | None, has_command:
 
 def _become(session: Session, cmd: list[str], outcome: Outcome) -> None:
     from mx_cli.base.errors import UsageError
+    from mx_cli.cache.layout import restore_umask
 
     directory = str(outcome.directory)
     identity = outcome.identity.get("content") or outcome.identity.get("origin") or ""
     environ = {**session.resolved.environ, "MX_DIR": directory, "MX_IDENTITY": identity}
     program = [word.replace("{}", directory) for word in cmd]
     session.prepare_exec()
+    restore_umask()
     try:
         os.execvpe(program[0], program, environ)
     except OSError as error:

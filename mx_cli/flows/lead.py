@@ -14,9 +14,9 @@ from mx_cli.base.errors import IntegrityError, MxError, OriginChanged
 from mx_cli.base.oserrors import explain
 from mx_cli.base.version import VERSION
 from mx_cli.cache.beat import WAIT_LIMIT, Beat, Deposed
-from mx_cli.cache.layout import Model, make_dirs, sync_directory
+from mx_cli.cache.layout import Model, make_dirs, names, sync_directory
 from mx_cli.cache.lease import Lease
-from mx_cli.cache.parts import Parts
+from mx_cli.cache.parts import Parts, sweep
 from mx_cli.cache.reserve import check_space, sync_filesystem
 from mx_cli.cache.reuse import Reuse
 from mx_cli.cache.snapshots import Snapshots
@@ -39,6 +39,7 @@ from mx_cli.sources.registry import OpenOrigin
 LARGE = 1 << 20
 MANY_SMALL = 64
 INTEGRITY_TRIES = 2
+UNVERSIONED = "none"
 
 
 class Leader:
@@ -57,6 +58,7 @@ class Leader:
         self._directories: set[Path] = set()
         self._term = 0
         self._work = Stop()
+        self._suspect: list[Entry] = []
 
     def run(self, lease: Lease, term: int, revision: str, clock: Clock, chosen: bool) -> Led:
         """Raises Deposed when another leads now, OriginChanged when the listing is out of date, or the failure."""
@@ -74,8 +76,12 @@ class Leader:
         except MxError as error:
             if stop.requested:
                 lease.leave(term)
+            elif self._superseded():
+                # What fails for want of what a successor took is not worth telling.
+                lease.leave(term)
+                raise Deposed("another process leads now") from error
             else:
-                lease.fail(term, error)
+                lease.fail(term, error, selection_digest(self._wanted.files))
             raise
         except BaseException:
             lease.leave(term)
@@ -87,6 +93,11 @@ class Leader:
     def _deposed(self) -> None:
         self._work.request(Deposed("another process leads now"))
 
+    def _superseded(self) -> bool:
+        with contextlib.suppress(MxError):
+            return self._lease.look().term > self._term
+        return False
+
     def _check_term(self) -> None:
         self._work.check()
         if self._lease.look().term > self._term:
@@ -96,7 +107,7 @@ class Leader:
 
     def _lead(self, chosen: bool) -> Led:
         entries = sorted((e for e in self._listing.files if e.path in self._wanted.files), key=lambda e: e.path)
-        snapshots = Snapshots(self._model, self._context.settings.visibility)
+        snapshots = self._context.snapshots(self._model)
         directory = snapshots.directory_for(self._revision, self._wanted.weights)
         self._target = self._model.snapshot(directory)
         self.meter.total = sum(e.size or 0 for e in entries)
@@ -105,8 +116,9 @@ class Leader:
         parts = Parts(self._model, self._revision, self._term, self.meter)
         try:
             parts.announce(entries)
-            left = self._adopt(entries, snapshots, directory)
+            left = self._adopt(entries, snapshots, directory, parts)
             self._check_term()
+            self._sweep_unversioned()
             parts.fence(left, {e.path: self._target / e.path for e in left})
             self._clock.verify += time.monotonic() - start
             self._fetch(left, parts, chosen)
@@ -115,19 +127,31 @@ class Leader:
             self._make_durable()
             self._check_term()
             snapshots.publish(manifest)
+            # A successor that has not seen the manifest may be at work on the files: wait for its end.
+            self._check_term()
             parts.clear()
             self._clock.publish += time.monotonic() - start
+        except OSError as error:
+            raise explain(error, f"filling {self._model.path}") from None
         finally:
+            parts.drop(entries)
             parts.journal.close()
         return Led(manifest, self.meter.fetched, self.meter.total - min(self.meter.total, self.meter.fetched))
 
-    def _adopt(self, entries: list[Entry], snapshots: Snapshots, directory: str) -> list[Entry]:
+    def _sweep_unversioned(self) -> None:
+        """An origin without versions has a staging directory for each term; nothing in those of the dead can be resumed."""
+        for name in names(self._model.path / "staging"):
+            kind, _, term = name.rpartition("-")
+            if kind == UNVERSIONED and not self._listing.revision and term.isdigit() and int(term) < self._term:
+                sweep(self._model.staging(name), int(term), journals=False)
+
+    def _adopt(self, entries: list[Entry], snapshots: Snapshots, directory: str, parts: Parts) -> list[Entry]:
         """Take what manifests vouch for: files that are in place, and equal ones of other snapshots. Returns the rest."""
         reuse = Reuse(self._model, snapshots)
         left = []
         for entry in entries:
             found = reuse.in_place(entry, self._revision, directory) or reuse.elsewhere(
-                entry, self._target / entry.path
+                entry, self._target / entry.path, parts.copy_name(entry), self.meter.tick
             )
             if found is None:
                 left.append(entry)
@@ -151,15 +175,16 @@ class Leader:
             except OriginChanged:
                 raise
             except IntegrityError as error:
-                if attempt == INTEGRITY_TRIES or not self._suspect:
-                    raise
-                self._context.on_retry("the file", error, 0.0, attempt)
                 for entry in self._suspect:
                     parts.void(entry)
+                if attempt == INTEGRITY_TRIES or not self._suspect:
+                    raise
+                self._context.on_retry(self._suspect[0].path, error, 0.0, attempt)
+                parts.again()
+                self.meter.lose(self.meter.done - sum(record.size for record in self._records.values()))
         return None
 
     def _transfer(self, entries: list[Entry], parts: Parts, chosen: bool) -> None:
-        self._suspect: list[Entry] = []
         settings, meter = self._context.settings, self.meter
         sink = FileSink(
             lambda entry: self._open(entry, parts),
@@ -169,10 +194,12 @@ class Leader:
             meter,
             max(2, cores()),
         )
+        self._suspect = sink.suspects
+        transfer: Transfer | None = None
         start = time.monotonic()
         try:
             meter.phase = "check"
-            items = self._plan(entries, sink, parts, chosen)
+            items = self._plan(entries, parts, chosen)
             self._clock.verify += time.monotonic() - start
             start, meter.phase = time.monotonic(), "transfer"
             source = Lifted(self._origin, Throttle(settings.max_bandwidth) if settings.max_bandwidth else None)
@@ -185,13 +212,12 @@ class Leader:
             sink.wait(self._work)
             self._clock.verify += time.monotonic() - start
         finally:
-            sink.close()
+            sink.close(transfer.in_flight if transfer else ())
 
-    def _plan(self, entries: list[Entry], sink: FileSink, parts: Parts, chosen: bool) -> list[ReadItem]:
-        """Open what earlier terms left, check the room for the rest, and cut it into items: small files first."""
-        started = [entry for entry in entries if os.path.lexists(parts.path(entry))]
-        have = {entry.path: sink.open(entry).have for entry in started}
-        need = sum(e.size or 0 for e in entries if e.path not in have)
+    def _plan(self, entries: list[Entry], parts: Parts, chosen: bool) -> list[ReadItem]:
+        """Look at what earlier terms left, check the room for the rest, and cut it into items: small files first."""
+        have = {entry.path: parts.have(entry) for entry in entries if parts.started(entry)}
+        need = sum(max(0, (e.size or 0) - parts.allocated(e)) for e in entries)
         check_space(self._root, need, len(entries) - len(have), chosen=chosen)
         size = min(self._context.settings.range_size, self._origin.caps.item_size)
         items = []
@@ -201,10 +227,9 @@ class Leader:
             if entry.size is None or not entry.validator:
                 items.append(ReadItem(entry, 0, entry.size, whole=True))
                 continue
-            todo = pieces(entry.size, spans, size)
+            # A file with nothing left to read has to be verified in its turn: an item of no bytes.
+            todo = pieces(entry.size, spans, size) or [(entry.size, entry.size)]
             items += [ReadItem(entry, start, end - start) for start, end in todo]
-            if not todo:
-                sink.end(entry, entry.size)
         return items
 
     def _open(self, entry: Entry, parts: Parts) -> Opened:
@@ -224,11 +249,7 @@ class Leader:
         """All bytes are there and were consumed: check, make durable, give the file its name. In a verifying thread."""
         (inspection,) = consumers
         assert isinstance(inspection, Inspection)
-        try:
-            result = inspection.verdict(fd, size)
-        except IntegrityError:
-            self._suspect.append(entry)
-            raise
+        result = inspection.verdict(fd, size)
         if result.warning:
             self._context.warn(result.warning)
         if entry.size is None:
@@ -239,9 +260,7 @@ class Leader:
                 os.ftruncate(fd, size)
             small = size < LARGE
             if not small:
-                self.meter.waiting(WAIT_LIMIT)
-                os.fsync(fd)
-                self.meter.tick()
+                self._sync(entry, fd, parts)
             self._check_term()
             self._give_name(entry, fd, parts)
         except OSError as error:
@@ -254,11 +273,24 @@ class Leader:
                 self._rows[entry.path] = result.rows
         self.meter.file_done()
 
+    def _sync(self, entry: Entry, fd: int, parts: Parts) -> None:
+        try:
+            with self.meter.bounded(WAIT_LIMIT):
+                os.fsync(fd)
+        except OSError:
+            # The page cache goes on showing what never reached the disk: the next run must not believe it.
+            parts.void(entry)
+            raise
+
     def _give_name(self, entry: Entry, fd: int, parts: Parts) -> None:
-        final = self._target / entry.path
+        final, part = self._target / entry.path, parts.path(entry)
         make_dirs(final.parent)
         try:
-            os.rename(parts.path(entry), final)
+            os.rename(part, final)
+            if os.fstat(fd).st_nlink > 1:
+                # rename(2) of two names of one file does nothing and keeps both.
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(part)
         except FileNotFoundError:
             # A successor took the part. The name is as good if it is the file that was verified here.
             with contextlib.suppress(FileNotFoundError):
@@ -277,16 +309,21 @@ class Leader:
     def _make_durable(self) -> None:
         """Every small file, by one syncfs where they are many, then every directory."""
         self.meter.phase = "publish"
-        self.meter.waiting(WAIT_LIMIT)
         try:
-            if len(self._unsynced) < MANY_SMALL or not sync_filesystem(self._root):
+            if len(self._unsynced) < MANY_SMALL or not self._sync_all():
                 for path in self._unsynced:
-                    _sync_file(path)
+                    with self.meter.bounded(WAIT_LIMIT):
+                        _sync_file(path)
             for directory in self._directories:
                 if directory.is_dir():
-                    sync_directory(directory)
+                    with self.meter.bounded(WAIT_LIMIT):
+                        sync_directory(directory)
         except OSError as error:
             raise explain(error, f"syncing {self._target}") from None
+
+    def _sync_all(self) -> bool:
+        with self.meter.bounded(WAIT_LIMIT):
+            return sync_filesystem(self._root)
 
     def _manifest(self, entries: list[Entry], directory: str) -> Manifest:
         rows = [(path, *row) for path in sorted(self._rows) for row in self._rows[path]]

@@ -21,23 +21,25 @@ from mx_cli.cache.beat import Deposed
 from mx_cli.cache.follow import Watch
 from mx_cli.cache.layout import Cache, Model, names
 from mx_cli.cache.lease import Lease
+from mx_cli.cache.parts import sweep
 from mx_cli.cache.reserve import check_collisions, probe_rename
 from mx_cli.cache.snapshots import Snapshots
 from mx_cli.flows import deliver
 from mx_cli.flows.context import Context, is_immutable, moving_name
-from mx_cli.flows.lead import Leader
+from mx_cli.flows.lead import UNVERSIONED, Leader
 from mx_cli.flows.progress import watching
 from mx_cli.flows.request import Clock, Led, Outcome, Preview, Request, Wanted
 from mx_cli.flows.select import wanted_of
 from mx_cli.flows.verify import verify_snapshot
-from mx_cli.model.manifest import Entry, Listing, Manifest
+from mx_cli.model.manifest import Entry, Listing, Manifest, selection_digest
 from mx_cli.model.selection import collisions
 from mx_cli.sources.registry import OpenOrigin
 
 CHANGES = 3
 # What a follower may hope to do better than its leader: other credentials, another network, another mount.
 OWN_TRY = (AccessDenied, Unreachable, TransportFailed, FilesystemRefused)
-UNVERSIONED = "none"
+# A leader spent minutes on these before it failed: a second one is proof enough.
+SLOW = (Unreachable, TransportFailed)
 
 
 def prefetch(request: Request, context: Context) -> Outcome:
@@ -64,6 +66,7 @@ class Prefetch:
         self._model: Model = self._cache.model(self._origin.uri)
         self._snapshots: Snapshots = context.snapshots(self._model)
         self._revision = request.revision or self._origin.revision
+        self._led: list[tuple[str, int]] = []
 
     def run(self) -> Outcome:
         try:
@@ -218,38 +221,58 @@ class Prefetch:
         self._prepare_for(listing, wanted)
         lease = self._context.lease(self._model, listing.revision or UNVERSIONED)
         watch = Watch(lease, self._context.settings.ttl)
+        quick = Snapshots(self._model)
         began = time.monotonic()
-        following, own_try = 0, False
+        following, failures = 0, 0
         while True:
             self._context.stop.check()
             view = watch.look()
+            vacant = watch.vacant()
             revision = listing.revision or f"{UNVERSIONED}-{following}"
-            found = Snapshots(self._model, self._context.settings.visibility).complete(
-                revision, wanted.files, wanted.weights
-            )
+            # Before leading: what look-ups may hide yet is waited for, not fetched again.
+            snapshots = self._snapshots if vacant else quick
+            found = snapshots.complete(revision, wanted.files, wanted.weights)
             if found and (listing.revision or following):
                 self._clock.wait = time.monotonic() - began - self._spent()
+                self._tidy()
                 return self._finish(found, listing, wanted, "follower", 0)
-            if view.failed and view.term == following and not own_try:
-                failure = lease.failure(view.term)
-                if not isinstance(failure, OWN_TRY):
-                    raise failure
-                own_try = True
-                self._context.warn(f"the leader failed ({failure.what}); trying once myself")
-            if watch.vacant():
+            if view.failed and view.term == following:
+                failures += 1
+                self._heed(lease, view.term, failures, wanted)
+            if vacant:
                 term = view.term + 1
                 if lease.claim(term):
                     self._clock.wait = time.monotonic() - began - self._spent()
                     try:
                         return self._lead(lease, term, listing, wanted)
-                    except Deposed:
-                        self._context.warn("another process took over; following it")
+                    except Deposed as error:
+                        self._deposed(lease, term, listing.revision or f"{UNVERSIONED}-{term}", error)
                 following = 0
                 continue
             following = view.term
             self._tell(watch, lease, listing, wanted)
             self._check_wait(began)
             self._context.stop.wait(watch.pause())
+
+    def _heed(self, lease: Lease, term: int, failures: int, wanted: Wanted) -> None:
+        """The leader that was followed failed: raise its error, unless this process may fare better."""
+        failure = lease.failure(term)
+        if lease.failed_selection(term) in ("", selection_digest(wanted.files)):
+            if not isinstance(failure, OWN_TRY) or (failures > 1 and isinstance(failure, SLOW)):
+                raise failure
+            self._context.warn(f"the leader failed ({failure.what}); trying once myself")
+
+    def _deposed(self, lease: Lease, term: int, revision: str, error: Deposed) -> None:
+        """Another process leads. Without any other, files vanish for another reason, and trying for ever is no use."""
+        self._led.append((revision, term))
+        if lease.look().term == term and len(self._led) >= CHANGES:
+            raise FilesystemRefused(f"{self._model.path}: files vanish while they are written") from error
+        self._context.warn("another process took over; following it")
+
+    def _tidy(self) -> None:
+        """Remove what this process made after its successor had swept."""
+        for revision, term in self._led:
+            sweep(self._model.staging(revision), term)
 
     def _spent(self) -> float:
         return self._clock.transfer + self._clock.verify + self._clock.publish

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from mx_cli.base.cancel import Stop
-from mx_cli.base.errors import MxError
+from mx_cli.base.errors import IntegrityError, MxError
 from mx_cli.base.oserrors import explain
 from mx_cli.engine.meter import Meter
 from mx_cli.engine.ports import Block, File, ReadItem
@@ -20,6 +21,7 @@ from mx_cli.plan.ranges import Span, merge
 CHUNK = 1 << 20
 FEED_STEP = 8 << 20
 OPEN_LIMIT = 256
+CLOSE_LIMIT = 1.0
 
 
 @dataclass(slots=True)
@@ -56,6 +58,7 @@ class FileSink:
 
     `consumers(entry)` makes a file's consumers; they run in `threads` threads behind the transfer, each file in order.
     `on_complete(entry, size, fd, consumers)` follows in the same thread when the last byte was consumed.
+    `suspects`: the files whose bytes were found to be wrong.
     """
 
     def __init__(
@@ -74,7 +77,8 @@ class FileSink:
         self._changed = threading.Condition()
         self._queue: queue.SimpleQueue[_Open | None] = queue.SimpleQueue()
         self._failure: MxError | None = None
-        self._busy = 0
+        self._closing = False
+        self.suspects: list[Entry] = []
         self._threads = [threading.Thread(target=self._serve, name=f"verify-{n}", daemon=True) for n in range(threads)]
         for thread in self._threads:
             thread.start()
@@ -137,17 +141,24 @@ class FileSink:
                     return
                 self._changed.wait(0.1)
 
-    def close(self) -> None:
-        """End the threads and close all files. Idempotent; what is incomplete stays on the disk."""
+    def close(self, in_use: Collection[str] = ()) -> None:
+        """End the threads and close all files but those `in_use`. Idempotent; what is incomplete stays on the disk.
+
+        A descriptor that a thread may still use is given up, not closed: its number would become another file's.
+        """
+        self._closing = True
         for _ in self._threads:
             self._queue.put(None)
+        end = time.monotonic() + CLOSE_LIMIT
         for thread in self._threads:
-            thread.join(timeout=1.0)
+            thread.join(max(0.0, end - time.monotonic()))
+        stuck = any(thread.is_alive() for thread in self._threads)
         self._threads = []
         with self._changed:
             files, self._files = list(self._files.values()), {}
         for file in files:
-            os.close(file.fd)
+            if file.entry.path not in in_use and not (stuck and file.queued):
+                os.close(file.fd)
 
     def _feed(self, file: _Open) -> None:
         """Queue the file if there is enough to consume. Call with the lock held."""
@@ -172,6 +183,8 @@ class FileSink:
     def _fail(self, file: _Open, error: MxError) -> None:
         with self._changed:
             self._failure = self._failure or error
+            if isinstance(error, IntegrityError):
+                self.suspects.append(file.entry)
             file.queued = False
             self._changed.notify_all()
 
@@ -179,6 +192,8 @@ class FileSink:
         while True:
             edge, consumers = file.edge, file.consumers
             while file.fed < edge:
+                if self._closing:
+                    return
                 count = os.preadv(file.fd, [buffer[: min(CHUNK, edge - file.fed)]], file.fed)
                 if count == 0:
                     raise MxError(f"{file.entry.path}: the part is shorter than what was written into it")
@@ -198,6 +213,6 @@ class FileSink:
             consumer.finish()
         self._on_complete(file.entry, file.size or 0, file.fd, file.consumers)
         with self._changed:
-            del self._files[file.entry.path]
+            self._files.pop(file.entry.path, None)
             os.close(file.fd)
             self._changed.notify_all()
