@@ -207,7 +207,7 @@ def _read_file(config: Path | None, env: Mapping[str, str]) -> tuple[dict[str, A
     if path is None:
         return {}, ""
     # A file is the exception: who has none does not pay for the parser.
-    if not path.exists() and not named:
+    if not named and not os.path.exists(path):
         return {}, str(path)
     import tomllib
 

@@ -26,9 +26,10 @@ def link(target: Path, path: Path, root: Path) -> None:
 
     Relative when the link lies inside the cache root, so that the root can be mounted elsewhere.
     """
-    path = path.parent.resolve() / path.name
-    inside = path.is_relative_to(root.resolve())
-    to = os.path.relpath(target.resolve(), path.parent) if inside else str(target)
+    # realpath: Path.resolve raises for links in a circle; making the directory then says what is wrong.
+    path = Path(os.path.realpath(path.parent)) / path.name
+    inside = path.is_relative_to(os.path.realpath(root))
+    to = os.path.relpath(os.path.realpath(target), path.parent) if inside else str(target)
     if os.path.lexists(path) and not path.is_symlink():
         raise UsageError(f"{path} exists and is not a symlink", hint="choose another --link, or move it away")
     make_dirs(path.parent)

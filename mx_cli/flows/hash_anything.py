@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,9 +48,10 @@ def hash_anything(
 
 def snapshot_manifest(cache: Cache, model: str, context: Context) -> Manifest | None:
     """The manifest of a path that is a whole snapshot directory of this cache, reached directly or through links."""
-    path = Path(model).resolve()
+    # realpath: Path.resolve raises for links in a circle, and LocalModel says that better.
+    path = Path(os.path.realpath(os.path.expanduser(model)))
     snapshots = path.parent
-    if snapshots.name != "snapshots" or snapshots.parent.parent != cache.models.resolve():
+    if snapshots.name != "snapshots" or str(snapshots.parent.parent) != os.path.realpath(cache.models):
         return None
     for known in cache.all_models():
         if known.path.name == snapshots.parent.name:
