@@ -113,6 +113,8 @@ def _compare(session: Session, left: HashResult, identify: object, other: str, k
 
     right = saved_record(other) or identify(other, None)  # type: ignore[operator]
     found = compare(left, right, kind)
+    if not found.equal:
+        session.failed_document = found.to_json()
     if found.kind is None:
         raise Incompatible(
             f"not comparable: {left.model} and {right.model} have no identity of the same kind",
@@ -121,7 +123,6 @@ def _compare(session: Session, left: HashResult, identify: object, other: str, k
     rows = [f"{field}: {_short(one)} -> {_short(two)}" for field, one, two in found.differences]
     if not found.equal:
         shown = "; ".join(rows[:8]) + (f"; and {len(rows) - 8} more" if len(rows) > 8 else "")
-        session.failed_document = found.to_json()
         raise Incompatible(f"{found.kind} identities differ: {shown}")
     session.answer(f"equal ({found.kind} {left.choose(found.kind).id})", found.to_json(), final="equal")
 
