@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mx_cli.base import units
+from mx_cli.base.cancel import Stop
 from mx_cli.cache.beat import Beat, Deposed
 from mx_cli.cache.follow import FIRST_POLL, Watch
-from mx_cli.cache.inventory import DAY, Revision, owned, pins_by_revision, read_revision, walk
+from mx_cli.cache.inventory import DAY, LEFT, Revision, owned, pins_by_revision, read_revision, walk
 from mx_cli.cache.layout import Model, make_dirs, names, read_json, refused, sync_directory
 from mx_cli.cache.lease import Lease
 from mx_cli.cache.snapshots import is_manifest
@@ -52,8 +53,9 @@ class Policy:
                 return f"one of the newest {self.keep_last}"
             # A mark says which day, not when on it.
             for what, at in (("used", revision.used and revision.used + DAY), ("published", revision.published)):
-                if at and now - at < self.min_age:
-                    return f"{what} {units.duration(max(0.0, now - at))} ago" if now > at else f"{what} today"
+                age = max(0.0, now - at)
+                if at and age < self.min_age:
+                    return f"{what} {units.duration(age)} ago" if age else f"{what} today"
             return ""
 
         return why
@@ -78,25 +80,24 @@ def free_leases(watches: Mapping[str, Watch], pause: Callable[[float], None]) ->
 
 @dataclass
 class Evictor:
-    """Clears revisions of one model. `check` is called often and may raise to stop; then what was begun can be finished.
+    """Clears revisions of one model. A stop is heard often; what was begun then is finished by the next run.
 
     `beat`: seconds between signs of life, so that downloaders wait for a slow removal and don't take it for dead.
     """
 
     model: Model
     beat: float
-    check: Callable[[], None]
+    stop: Stop
     meter: Meter = field(default_factory=Meter)
 
     def evict(self, name: str, lease: Lease, watch: Watch, keep: Keep | None) -> str:
         """Remove a revision unless `keep` has a reason, and its leftovers; with `keep` None only the leftovers.
 
-        Returns the reason why it stayed, empty when it is done. Raises FilesystemRefused, or what `check` raises.
+        Returns the reason why it stayed, empty when it is done. Raises FilesystemRefused, or the stop's reason.
         """
-        view = watch.look()
-        if not watch.vacant():
-            return f"in use by {lease.leader(view.term)}"
-        term = view.term + 1
+        if not free_leases({name: watch}, self.stop.wait):
+            return f"in use by {lease.leader(watch.view.term)}"
+        term = watch.view.term + 1
         if not lease.claim(term):
             return f"in use by {lease.leader(term)}"
         self.meter.phase = "remove"
@@ -116,7 +117,7 @@ class _Eviction:
     """One revision, by the leader of one term."""
 
     def __init__(self, evictor: Evictor, lease: Lease, term: int, name: str) -> None:
-        self._model, self._meter, self._check = evictor.model, evictor.meter, evictor.check
+        self._model, self._meter, self._check = evictor.model, evictor.meter, evictor.stop.check
         self._lease, self._term, self._name = lease, term, name
         self._staging = self._model.staging(name)
         self._trash = self._staging / f".trash.{term}"
@@ -206,7 +207,7 @@ class _Eviction:
         trashes = [self._staging / name for name in listed if name.startswith(".trash.")]
         for trash in trashes:
             self._unlink(path for path in walk(trash) if path.parent != trash or not is_manifest(path.name))
-        self._unlink(self._staging / name for name in listed if ".part." in name)
+        self._unlink(self._staging / name for name in listed if ".part." in name or ".copy." in name)
         revision = read_revision(self._model, self._name)
         debris = [path for path in revision.leftovers if path.name.endswith((".tmp", ".probe"))]
         self._unlink(debris)
@@ -217,11 +218,7 @@ class _Eviction:
 
     def _is_old(self, name: str) -> bool:
         term = name.rpartition(".")[2]
-        return (
-            term.isdigit()
-            and int(term) <= self._term
-            and (".part." in name or name.startswith(("journal.", ".trash.")))
-        )
+        return bool(LEFT.fullmatch(name)) and int(term) <= self._term
 
     def _unlink(self, paths: Iterable[Path]) -> None:
         for path in list(paths):

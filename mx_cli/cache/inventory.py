@@ -24,7 +24,7 @@ DAY = 86400.0
 ANY = ""
 """The revision of a pin that cannot be read: it may be any."""
 _ALL_TERMS = 1 << 62
-_LEFT = re.compile(r"(?:[0-9a-f]{16}\.part|journal|\.trash)\.\d+")
+LEFT = re.compile(r"(?:[0-9a-f]{16}\.(?:part|copy)|journal|\.trash)\.\d+")
 _TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.(?:tmp|probe)")
 _UNVERSIONED = re.compile(r"none-\d+")
 
@@ -180,7 +180,7 @@ def owned(revision: Revision) -> dict[str, set[str]]:
 def _leftovers(revision: Revision) -> Iterator[Path]:
     staging = revision.model.staging(revision.name)
     for name in sorted(names(staging)):
-        if _LEFT.fullmatch(name) or _is_debris(staging / name):
+        if LEFT.fullmatch(name) or _is_debris(staging / name):
             yield staging / name
     for directory, paths in owned(revision).items():
         yield from (revision.model.snapshot(directory) / path for path in sorted(paths))

@@ -331,7 +331,7 @@ class _Job:
     def _evict(self, revision: Revision, keep: evict.Keep | None) -> str:
         context = self._context
         lease = context.lease(revision.model, inventory.lease_name(revision.name))
-        work = Evictor(revision.model, context.settings.beat, context.stop.check)
+        work = Evictor(revision.model, context.settings.beat, context.stop)
         return work.evict(revision.name, lease, self._watches[_key(revision)], keep)
 
 
