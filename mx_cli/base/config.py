@@ -6,6 +6,7 @@ Precedence: option > variable > TOML file > default. The file is `--config`, `MX
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -175,6 +176,17 @@ def resolve(
         else:
             origins[name] = "default"
     return Resolved(Settings(**values), origins, tuple(_misspelt(env, known)), env)
+
+
+def outlets(options: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Settings:
+    """The settings that say where an error goes, for when the whole cannot be resolved; a wrong value is none."""
+    env = os.environ if environ is None else environ
+    values: dict[str, Any] = {}
+    for name in ("log_format", "termination_log", "debug"):
+        for origin, raw in reversed(_candidates(name, FIELDS[name], options, env, {}, "")):
+            with contextlib.suppress(UsageError):
+                values |= {name: _parse(FIELDS[name], raw, origin)} if raw is not None else {}
+    return Settings(**values)
 
 
 def _candidates(

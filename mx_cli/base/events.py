@@ -77,7 +77,10 @@ class Retried(Event):
 
 @dataclass(frozen=True)
 class Progress(Event):
-    """A snapshot of the work: bytes done of total, by whom (`leader` empty = this process), how alive (seconds ago)."""
+    """A snapshot of the work: bytes done of total, by whom (`leader` empty = this process), how alive (seconds ago).
+
+    More done than the total: some sizes are not known.
+    """
 
     phase: str
     bytes_done: int
@@ -93,12 +96,14 @@ class Progress(Event):
     def text(self) -> str:
         from mx_cli.base import units
 
-        share = 100 * self.bytes_done // self.bytes_total if self.bytes_total else 100
-        line = f"{share:3d} %  {units.size(self.bytes_done)} of {units.size(self.bytes_total)}  {units.rate(self.rate)}"
+        done, total = units.size(self.bytes_done), units.size(self.bytes_total)
+        known = self.bytes_total and self.bytes_done <= self.bytes_total
+        line = f"{100 * self.bytes_done // self.bytes_total:3d} %  {done} of {total}" if known else done
+        line += f"  {units.rate(self.rate)}"
         if self.leader:
             alive = "" if self.alive is None else f"  (alive {self.alive:.0f} s ago)"
             return f"following {self.leader}  {line}{alive}"
-        left = (self.bytes_total - self.bytes_done) / self.rate if self.rate else 0
+        left = (self.bytes_total - self.bytes_done) / self.rate if self.rate and known else 0
         files = f"  {self.files_done}/{self.files_total} files" if self.files_total else ""
         return f"{self.phase}  {line}{files}" + (f"  {units.duration(left)} left" if left >= 1 else "")
 

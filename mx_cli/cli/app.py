@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Annotated, Any
 
 import typer
 
-from mx_cli.base.config import asks_for_json
-from mx_cli.base.errors import MxError, UsageError, exit_codes
+from mx_cli.base.errors import UsageError, exit_codes
 from mx_cli.base.version import VERSION
 from mx_cli.cli import cache, config, hash_, prefetch, status
-from mx_cli.cli.session import finish
+from mx_cli.cli.session import finish, open_streams, refuse
 
 EPILOG = "exit codes: " + "; ".join(f"{code} {meaning.replace('`', '')}" for code, meaning, _ in exit_codes())
 
@@ -20,7 +18,6 @@ app = typer.Typer(
     name="mx",
     help="Model weights where they are needed: once, by the fastest path that exists, verified.",
     epilog=EPILOG,
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -50,6 +47,7 @@ def _root(
 
 def main() -> None:
     """Run `mx`. Ends the process with the exit code of the table."""
+    open_streams()
     try:
         code = app(standalone_mode=False)
         finish(code if isinstance(code, int) else 0)
@@ -63,8 +61,4 @@ def _refuse(error: Any) -> int:
         raise error
     context = getattr(error, "ctx", None)
     where = context.command_path if context else "mx"
-    refusal: MxError = UsageError(error.format_message().rstrip("."), hint=f"{where} --help")
-    if asks_for_json(sys.argv[1:]):
-        sys.stdout.write(json.dumps({"schema": 1, "error": refusal.to_json()}) + "\n")
-    sys.stderr.write(f"mx: error: {refusal.what}\nhint: {refusal.hint}\n")
-    return refusal.exit_code
+    return refuse(UsageError(error.format_message().rstrip("."), hint=f"{where} --help"), sys.argv[1:])

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from mx_cli.base import redact
 from mx_cli.base.cancel import Stop
-from mx_cli.base.config import Resolved, Settings, resolve
-from mx_cli.base.errors import FinishedWithWarnings, Interrupted, MxError
+from mx_cli.base.config import Resolved, Settings, asks_for_json, outlets, resolve
+from mx_cli.base.errors import FinishedWithWarnings, Interrupted, MissingCapability, MxError
 from mx_cli.base.events import Event
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ class Session:
             code = self._fail(error)
         except BrokenPipeError:
             code = 128 + signal.SIGPIPE
+        except ImportError as error:
+            code = self._fail(_missing(error), error if (error.name or "mx_cli").startswith("mx_cli") else None)
         except Exception as error:  # noqa: BLE001 - the last place where a bug can still be explained
             code = self._fail(MxError(f"a bug in mx: {type(error).__name__}: {error}"), error)
         finish(code)
@@ -157,21 +160,24 @@ class Session:
         return error.exit_code
 
     def _debug(self) -> bool:
-        return getattr(self, "resolved", None) is not None and self.settings.debug
+        return self._outlets.debug
+
+    @property
+    def _outlets(self) -> Settings:
+        """Where an error goes, also when it is about the settings."""
+        return self.settings if getattr(self, "resolved", None) is not None else outlets(self._options)
+
+    def refuse(self, error: MxError) -> int:
+        """For a command that never began: say why, and return the exit code."""
+        return self._fail(error)
 
     def _say(self, error: MxError) -> None:
         from mx_cli.cli.render import say_error
 
-        say_error(error, self._log_format(), self._renderer.run if self._renderer else "")
-
-    def _log_format(self) -> str:
-        if getattr(self, "resolved", None) is not None:
-            return self.settings.log_format
-        return str(self._options.get("log_format") or "text")
+        say_error(error, self._outlets.log_format, self._renderer.run if self._renderer else "")
 
     def _termination(self, sentence: str) -> None:
-        chosen = self.settings.termination_log if getattr(self, "resolved", None) is not None else None
-        path = chosen or (TERMINATION_LOG if TERMINATION_LOG.exists() else None)
+        path = self._outlets.termination_log or (TERMINATION_LOG if TERMINATION_LOG.exists() else None)
         if path and sentence:
             with contextlib.suppress(OSError):
                 path.write_bytes(sentence.encode()[:TERMINATION_LIMIT])
@@ -187,11 +193,56 @@ class _Redacting:
         sys.stderr.flush()
 
 
+def _missing(error: ImportError) -> MxError:
+    """A package that is not installed, or cannot be loaded; one of mx's own is a bug."""
+    name = (error.name or "mx_cli").partition(".")[0]
+    if name == "mx_cli":
+        return MxError(f"a bug in mx: {type(error).__name__}: {error}")
+    return MissingCapability(
+        f"the package {name} is missing or broken ({error})",
+        hint=f"pip install mx-cli installs what mx needs; try python -c 'import {name}'",
+    )
+
+
+def refuse(error: MxError, arguments: Sequence[str]) -> int:
+    """An error of a command line that cannot be parsed: as JSON, and to wherever else what can be read of it says."""
+    log_format = None
+    for argument, following in itertools.pairwise([*arguments, ""]):
+        name, equal, value = argument.partition("=")
+        if name == "--log-format":
+            log_format = value if equal else following
+    session = Session(
+        command="",
+        options={"log_format": log_format},
+        config=None,
+        as_json=asks_for_json(arguments),
+        quiet=False,
+        verbose=0,
+    )
+    return session.refuse(error)
+
+
+def open_streams() -> None:
+    """Where the caller closed one of the three, /dev/null: no file of the cache may get its number."""
+    for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(fd)
+        except OSError:
+            other = os.open(os.devnull, os.O_RDWR)
+            if other != fd:
+                os.dup2(other, fd)
+                os.close(other)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(fd, mode, closefd=False))
+
+
 def finish(code: int) -> None:
     """End the process now: threads that wait for a connection that hangs must not hold it up."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):
-            code = code or 128 + signal.SIGPIPE
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        code = code or 128 + signal.SIGPIPE
+    # Nobody may listen to stderr any more; the work is done all the same.
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.flush()
     os._exit(code)

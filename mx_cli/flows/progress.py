@@ -24,10 +24,14 @@ def watching(context: Context, work: Metered) -> Iterator[None]:
     """While the block runs, emit a Progress every INTERVAL seconds, and a last one at its end."""
     ended = threading.Event()
 
-    def tell() -> None:
-        context.emit(snapshot(work.meter))
-        while not ended.wait(INTERVAL):
+    def show() -> None:
+        # Before the work knows how much it is, there is nothing to show.
+        if work.meter.files_total:
             context.emit(snapshot(work.meter))
+
+    def tell() -> None:
+        while not ended.wait(INTERVAL):
+            show()
 
     thread = threading.Thread(target=tell, name="progress", daemon=True)
     thread.start()
@@ -36,7 +40,7 @@ def watching(context: Context, work: Metered) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
-        context.emit(snapshot(work.meter))
+        show()
 
 
 def snapshot(meter: Meter) -> Progress:

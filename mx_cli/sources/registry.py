@@ -75,6 +75,6 @@ def open_origin(
     try:
         make: Any = getattr(importlib.import_module(module), name)
     except ImportError as error:
-        raise MissingCapability(f"{found.scheme}:// needs the package {error.name}", hint=install) from None
+        raise MissingCapability(f"{found.scheme}:// needs the package {error.name} ({error})", hint=install) from None
     origin: OpenOrigin = make(found, context)
     return origin
