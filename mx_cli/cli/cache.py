@@ -21,7 +21,7 @@ NAME = "[MODEL|MODEL@REVISION]..."
 ABOUT = "URI, or directory name below models/, of a model; all when none is given"
 MODELS = Annotated[Optional[list[str]], typer.Argument(metavar=NAME, help=ABOUT)]  # noqa: UP045 - typer reads the object
 
-app = typer.Typer(help="The cache: what is there, whether it is whole, and taking it away again.", no_args_is_help=True)
+app = typer.Typer(help="The cache: what is there, whether it is whole, and taking it away again.")
 
 
 @app.command("ls")
