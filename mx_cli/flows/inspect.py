@@ -42,7 +42,7 @@ class Inspection:
         self._tensors: Digester | None = None
         self._head = bytearray()
         self._json = bytearray()
-        self._wants_json = entry.path.endswith(".json") and not self._origin.kind
+        self._wants_json = entry.path.endswith(".json") and self._origin.kind in ("", "etag-md5")
         self._problem: IntegrityError | None = None
 
     def update(self, view: memoryview) -> None:
@@ -77,7 +77,7 @@ class Inspection:
             if self._is_weight:
                 tensors = self._tensors or digester(self._entry.path, size)
                 rows = tensors.finish() if self._entry.size is not None else None
-            if self._wants_json and size <= JSON_LIMIT:
+            if self._wants_json and not self._origin.kind and size <= JSON_LIMIT:
                 json_strict.parse(bytes(self._json), self._entry.path, error=IntegrityError)
         except IntegrityError as error:
             is_plainly_else = header.sniff(bytes(self._head)) is not None or (size > 0 and not any(self._head))
