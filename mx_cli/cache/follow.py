@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 
 from mx_cli.cache.lease import Lease, View
 
 FIRST_POLL = 0.2
 LONGEST_POLL = 1.0
 PROOF_EVERY = 0.4
+BEATS = 8
 
 
 class Watch:
@@ -20,14 +22,27 @@ class Watch:
         self._since = time.monotonic()
         self._proof_at = 0.0
         self._poll = FIRST_POLL
+        self._beats: deque[tuple[float, int]] = deque(maxlen=BEATS)
         self.view = View()
 
     def look(self) -> View:
         """Look again; blocks for one listing."""
         self.view = self._lease.look()
         if self.view.sign != self._sign:
+            if self._sign is None or self._sign[0] != self.view.term:
+                self._beats.clear()
             self._sign, self._since = self.view.sign, time.monotonic()
+            self._beats.append((self._since, self.view.bytes_done))
         return self.view
+
+    @property
+    def rate(self) -> float:
+        """The leader's bytes a second over the last beats that were seen; 0 when that isn't known yet."""
+        if len(self._beats) < 3:
+            return 0.0
+        # The first one may be old: it was there before this process looked.
+        (began, before), (ended, after) = self._beats[1], self._beats[-1]
+        return max(0, after - before) / max(1e-6, ended - began)
 
     @property
     def silent_for(self) -> float:

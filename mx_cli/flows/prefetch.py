@@ -308,7 +308,9 @@ class Prefetch:
         view = watch.view
         total = sum(e.size or 0 for e in listing.files if e.path in wanted.files)
         self._context.emit(
-            Progress("follow", view.bytes_done, total, 0.0, leader=lease.leader(view.term), alive=watch.silent_for)
+            Progress(
+                "follow", view.bytes_done, total, watch.rate, leader=lease.leader(view.term), alive=watch.silent_for
+            )
         )
 
     def _check_wait(self, began: float) -> None:
