@@ -21,6 +21,16 @@ HIDE = float(os.environ.get("HIDE", "0"))
 STAT_FIELDS = ("st_atime", "st_ctime", "st_gid", "st_mode", "st_mtime", "st_nlink", "st_size", "st_uid")
 
 
+def caller() -> int:
+    """The calling process: FUSE tells its thread only."""
+    thread = fuse_get_context()[2]
+    try:
+        with open(f"/proc/{thread}/status") as file:
+            return int(next(line.split()[1] for line in file if line.startswith("Tgid:")))
+    except (OSError, StopIteration):
+        return int(thread)
+
+
 class CaseInsensitive(Operations):
     def __init__(self, root: str, name_max: int) -> None:
         self.root, self.name_max = root, name_max
@@ -39,11 +49,11 @@ class CaseInsensitive(Operations):
         return os.path.join(self.root, *parts)
 
     def note_birth(self, real: str) -> None:
-        self.born[real] = (fuse_get_context()[2], time.monotonic())
+        self.born[real] = (caller(), time.monotonic())
 
     def refuse_hidden(self, real: str) -> None:
         maker, since = self.born.get(real, (0, 0.0))
-        if HIDE and maker and maker != fuse_get_context()[2] and time.monotonic() - since < HIDE:
+        if HIDE and maker and maker != caller() and time.monotonic() - since < HIDE:
             raise FuseOSError(errno.ENOENT)
 
     def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
@@ -107,7 +117,9 @@ class CaseInsensitive(Operations):
 
     def create(self, path: str, mode: int, fi: object = None) -> int:
         real = self.real(path)
-        fd = os.open(real, os.O_RDWR | os.O_CREAT, mode)
+        # The kernel looked in vain for a hidden name, but the server of an NFS knows better.
+        hidden = HIDE and os.path.exists(real)
+        fd = os.open(real, os.O_RDWR | os.O_CREAT | (os.O_EXCL if hidden else 0), mode)
         self.note_birth(real)
         return fd
 
