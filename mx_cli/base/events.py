@@ -99,11 +99,14 @@ class Progress(Event):
         done, total = units.size(self.bytes_done), units.size(self.bytes_total)
         known = self.bytes_total and self.bytes_done <= self.bytes_total
         line = f"{100 * self.bytes_done // self.bytes_total:3d} %  {done} of {total}" if known else done
-        line += f"  {units.rate(self.rate)}"
+        if self.rate or not self.leader:
+            line += f"  {units.rate(self.rate)}"
         if self.leader:
             alive = "" if self.alive is None else f"  (alive {self.alive:.0f} s ago)"
             return f"following {self.leader}  {line}{alive}"
-        left = (self.bytes_total - self.bytes_done) / self.rate if self.rate and known else 0
+        # The first per cent says nothing about the rest.
+        begun = known and self.bytes_done * 100 >= self.bytes_total
+        left = (self.bytes_total - self.bytes_done) / self.rate if self.rate and begun else 0
         files = f"  {self.files_done}/{self.files_total} files" if self.files_total else ""
         return f"{self.phase}  {line}{files}" + (f"  {units.duration(left)} left" if left >= 1 else "")
 

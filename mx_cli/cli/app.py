@@ -49,7 +49,7 @@ def main() -> None:
     """Run `mx`. Ends the process with the exit code of the table."""
     open_streams()
     try:
-        code = app(standalone_mode=False)
+        code = app(prog_name="mx", standalone_mode=False)
         finish(code if isinstance(code, int) else 0)
     except Exception as error:  # noqa: BLE001 - typer's own refusals have no public base class
         finish(_refuse(error))
