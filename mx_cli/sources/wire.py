@@ -39,7 +39,8 @@ class Head:
     @property
     def length(self) -> int | None:
         """Bytes of the body as the server says, None when it does not."""
-        text = self.get("content-length")
+        # The same length twice is one length (RFC 9112, 6.3).
+        text = self.get("content-length").partition(",")[0]
         return int(text) if text.isdigit() and "chunked" not in self.get("transfer-encoding").lower() else None
 
 
@@ -112,6 +113,9 @@ class Wire:
             name = name.lower()
             value = value.strip()
             headers[name] = f"{headers[name]}, {value}" if name in headers else value
+        lengths = {length.strip() for length in headers.get("content-length", "0").split(",")}
+        if len(lengths) > 1 or not all(length.isascii() and length.isdigit() for length in lengths):
+            raise ValueError("the answer's length makes no sense")
         connection = headers.get("connection", "").lower()
         keep = "close" not in connection and (version != "HTTP/1.0" or "keep-alive" in connection)
         return Head(int(rest[:3]), headers, keep, data[end + 4 :])
