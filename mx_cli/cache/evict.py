@@ -28,6 +28,7 @@ from mx_cli.cache.lease import Lease
 from mx_cli.cache.snapshots import is_manifest
 from mx_cli.engine.meter import Meter
 
+IN_USE = "in use by"
 Keep = Callable[[Revision], str]
 """Why a revision stays; empty when it may go."""
 
@@ -96,16 +97,16 @@ class Evictor:
         Returns the reason why it stayed, empty when it is done. Raises FilesystemRefused, or the stop's reason.
         """
         if not free_leases({name: watch}, self.stop.wait):
-            return f"in use by {lease.leader(watch.view.term)}"
+            return f"{IN_USE} {lease.leader(watch.view.term)}"
         term = watch.view.term + 1
         if not lease.claim(term):
-            return f"in use by {lease.leader(term)}"
+            return f"{IN_USE} {lease.leader(term)}"
         self.meter.phase = "remove"
         try:
             with Beat(lease, term, self.meter, self.beat, on_deposed=lambda: None):
                 return _Eviction(self, lease, term, name).run(keep)
         except Deposed:
-            return f"in use by {lease.leader(lease.look().term)}"
+            return f"{IN_USE} {lease.leader(lease.look().term)}"
         except OSError as error:
             raise refused(error, f"removing from {self.model.path}", self.model.path) from None
         finally:

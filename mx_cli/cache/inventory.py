@@ -99,7 +99,9 @@ def revisions(model: Model) -> list[Revision]:
     found |= {name.partition("+")[0] for name in names(model.path / "snapshots")}
     pins = pins_by_revision(model)
     all_of_them = (read_revision(model, name, pins) for name in sorted(found) if not name.startswith("."))
-    return [revision for revision in all_of_them if revision.vouched or revision.leftovers or revision.directories]
+    # A directory that no download ever led to is not ours.
+    led = set(names(model.path / "lease"))
+    return [r for r in all_of_them if r.vouched or r.leftovers or (r.directories and lease_name(r.name) in led)]
 
 
 def read_revision(model: Model, name: str, pins: dict[str, tuple[str, ...]] | None = None) -> Revision:

@@ -151,7 +151,7 @@ def _rows(context: Context, revision: Revision) -> Iterator[Row]:
         yield Row(model.uri, revision.name, path, one.size, len(one.files), *common, state + busy)
     if not snapshots:
         state = f"unknown ({revision.sealed})" if revision.sealed else "damaged (manifest)" if revision.unread else ""
-        state = state or ("" if busy else "unfinished")
+        state = state or ("" if busy else "unfinished" if revision.leftovers else "foreign files")
         size = inventory.disk_use(revision.paths())
         yield Row(model.uri, revision.name, None, size, 0, *common, (state + busy).strip())
 
@@ -188,15 +188,15 @@ def verify(context: Context, named: Iterable[str]) -> tuple[int, int]:
 
     Raises IntegrityError naming what is damaged, after all was read.
     """
+    revisions = [revision for target in targets(context, named) for revision in target.revisions()]
     manifests = {
         (revision.model.path, manifest.directory, record.path, record.xxh3): (revision.model, manifest, record)
-        for target in targets(context, named)
-        for revision in target.revisions()
+        for revision in revisions
         for manifest in revision.manifests
         for record in manifest.files
     }
     total = sum(record.size for _, _, record in manifests.values())
-    damage: list[tuple[Path, Damage]] = []
+    damage = [(r.model.manifests(r.name), Damage(name, "not a manifest")) for r in revisions for name in _garbage(r)]
     done, began = 0, time.monotonic()
     for count, (model, manifest, record) in enumerate(manifests.values(), 1):
         for found in find_damage(model, dataclasses.replace(manifest, files=(record,)), context.stop.check):
@@ -205,6 +205,9 @@ def verify(context: Context, named: Iterable[str]) -> tuple[int, int]:
         done += record.size
         rate = done / max(1e-6, time.monotonic() - began)
         context.emit(Progress("verify", done, total, rate, files_done=count, files_total=len(manifests)))
+    for revision in revisions:
+        if revision.sealed:
+            context.warn(f"{revision.model.uri}@{revision.name} was not verified: {revision.sealed}")
     if damage:
         shown = "; ".join(f"{top}/{found.path}: {found.why}" for top, found in damage[:SHOWN])
         more = f"; and {len(damage) - SHOWN} more" if len(damage) > SHOWN else ""
@@ -213,6 +216,10 @@ def verify(context: Context, named: Iterable[str]) -> tuple[int, int]:
             hint="mx cache rm MODEL@REVISION --yes, then mx prefetch again",
         )
     return len(manifests), total
+
+
+def _garbage(revision: Revision) -> tuple[str, ...]:
+    return () if revision.sealed else revision.unread
 
 
 # -- taking it away --------------------------------------------------------------------------------------------------
@@ -250,9 +257,16 @@ def remove(context: Context, name: str, *, force: bool, yes: bool) -> Removal:
     job = _Job(context, yes)
     for revision in target.revisions():
         job.consider(revision, keep)
-    if job.busy:
-        raise WaitExpired(f"{target.model.uri}@{job.busy[0].revision} stays ({job.busy[0].why})", hint="mx status")
-    return job.run()
+    _refuse_busy(job.fates)
+    removal = job.run()
+    _refuse_busy(removal.fates)
+    return removal
+
+
+def _refuse_busy(fates: Iterable[Fate]) -> None:
+    for fate in fates:
+        if fate.why.startswith(evict.IN_USE):
+            raise WaitExpired(f"{fate.uri}@{fate.revision} stays ({fate.why})", hint="mx status shows who downloads")
 
 
 class _Job:
@@ -280,8 +294,8 @@ class _Job:
         return self._free
 
     @property
-    def busy(self) -> list[Fate]:
-        return [fate for fate in map(self._fate, *zip(*self._considered, strict=True)) if fate.why.startswith("in use")]
+    def fates(self) -> list[Fate]:
+        return [self._fate(revision, keep) for revision, keep in self._considered]
 
     def _fate(self, revision: Revision, keep: evict.Keep) -> Fate:
         why = keep(revision)
@@ -289,18 +303,18 @@ class _Job:
             ("sweep", _leftover_files(revision)) if why or not revision.vouched else ("remove", revision.paths())
         )
         if action == "sweep" and not revision.leftovers:
-            action, paths = "keep", revision.paths()
+            action, paths, why = "keep", revision.paths(), why or "foreign files"
         elif _key(revision) not in self.free:
             action, paths = "keep", revision.paths()
             lease = self._context.lease(revision.model, inventory.lease_name(revision.name))
-            why = f"in use by {lease.leader(lease.look().term)}"
+            why = f"{evict.IN_USE} {lease.leader(lease.look().term)}"
         elif action == "sweep":
             why = "left by a download that is over"
         return Fate(revision.model.uri, revision.name, action, why, inventory.disk_use(paths))
 
     def run(self) -> Removal:
         """Blocks. The first refusal is raised after all others were tried."""
-        fates = [self._fate(revision, keep) for revision, keep in self._considered]
+        fates = self.fates
         going = [
             path
             for fate, (revision, _) in zip(fates, self._considered, strict=True)

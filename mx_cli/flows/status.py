@@ -15,6 +15,7 @@ from mx_cli.cache.lease import Lease, View
 from mx_cli.flows.context import Context
 
 LOOK_EVERY = 0.1
+SHORTEST = 0.5
 RECENT = 60.0
 
 
@@ -79,7 +80,8 @@ class _Look:
     def decided(self) -> bool:
         """Whether looking longer would tell nothing new: a living leader beats within its interval."""
         waited = time.monotonic() - self._began
-        return not self.led or self.dead or self.changed or waited > 1.5 * self.interval + 0.5
+        limit = SHORTEST if self.changed else 1.5 * self.interval + SHORTEST
+        return not self.led or self.dead or waited > limit
 
     def again(self) -> None:
         self.watch.look()
@@ -143,7 +145,7 @@ def _active(look: _Look, ttl: float, common: dict[str, Any]) -> Download:
         phase=str(note.get("phase", "start")),
         rate=rate,
         eta=(total - view.bytes_done) / rate if rate and total is not None else None,
-        alive=look.watch.silent_for,
+        alive=None if look.dead else round(look.watch.silent_for, 1),
         error=str(note.get("error", "")),
         why=_why(look, state, rate, ttl),
     )

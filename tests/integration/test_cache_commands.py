@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -106,6 +107,20 @@ def test_damage_is_shown_and_named(mx: Mx, hub: Hub) -> None:
     assert "tokenizer.json" in document["error"]["message"]
 
 
+def test_a_manifest_that_is_none_is_damage(mx: Mx, hub: Hub) -> None:
+    sha = fetch(mx, hub)
+    (path,) = (model_dir(mx.cache) / "manifests" / sha).iterdir()
+    path.write_text("{")
+    assert "damaged" in snapshots(mx)[sha]["state"]
+    assert "not a manifest" in mx("cache", "verify").exits(16).err
+    mx("prefetch", hub.uri, env=hub.env).ok()
+    mx("cache", "verify").ok()
+    path.write_text('{"format": 99}')
+    assert "newer" in snapshots(mx)[sha]["state"]
+    assert "was not verified" in mx("cache", "verify").ok().err
+    mx("cache", "rm", hub.uri, "--yes", "--force").exits(2)
+
+
 def test_du_counts_shared_files_once(mx: Mx, hub: Hub) -> None:
     fetch(mx, hub)
     before = mx("cache", "du", "--json").ok().json()["disk"]
@@ -194,6 +209,7 @@ def test_foreign_files_stay(mx: Mx, hub: Hub) -> None:
     mx("cache", "gc", "--keep-last=0", "--min-age=0", "--yes").ok()
     assert all((model / name).read_text() == name for name in foreign)
     assert set(tree(model / "snapshots")) == {"note.txt", f"{sha}/engine/cache.bin"}
+    assert {name: row["state"] for name, row in snapshots(mx).items()} == {sha: "foreign files"}
 
 
 def test_gc_leaves_a_live_download_alone_and_sweeps_a_dead_one(mx: Mx, hub: Hub) -> None:
@@ -307,3 +323,46 @@ def test_prefetch_after_a_killed_gc(mx: Mx, hub: Hub, tmp_path: Path, fault_env:
         assert leftovers(mx.cache) == []
         assert broken_promises(mx.cache) == []
         mx("cache", "verify").ok()
+
+
+# --- racing ------------------------------------------------------------------------------------------------------
+
+GC = ("cache", "gc", "--keep-last=0", "--min-age=7d", "--yes")
+
+
+def test_a_hit_that_gc_overtakes_is_fetched_again(mx: Mx, hub: Hub, fault_env: Callable[..., dict[str, str]]) -> None:
+    """The hit has found its manifest and is about to leave its mark of use."""
+    sha = fetch(mx, hub)
+    make_older(mx.cache, sha, 30)
+    running = mx.start("prefetch", hub.uri, "--json", env={**hub.env, **fault_env(mx.cache, STOP_AT=1)})
+    running.wait_stopped()
+    assert fates(mx(*GC, "--json").ok().json()) == {sha: "remove"}
+    running.send(signal.SIGCONT)
+    assert running.wait().ok().json()["role"] == "leader"
+    assert broken_promises(mx.cache) == []
+    mx("cache", "verify").ok()
+
+
+@pytest.mark.parametrize("before", ["rename.*json$", "fsync.*/manifests/", r"rename.*\.d$"])
+def test_a_frozen_gc_that_is_overtaken_takes_nothing_away(
+    mx: Mx, hub: Hub, tmp_path: Path, fault_env: Callable[..., dict[str, str]], before: str
+) -> None:
+    """It stops just before a step; a download takes over and publishes; then gc goes on with the step."""
+    sha = fetch(mx, hub)
+    steady = {"MX_BEAT": "60s"}
+    make_older(mx.cache, sha, 30)
+    counts = tmp_path / "counts"
+    mx(*GC, env={**steady, **fault_env(mx.cache, COUNT_FILE=counts)}).ok()
+    point = next(n for n, line in enumerate(counts.read_text().splitlines(), 1) if re.search(before, line))
+    mx("prefetch", hub.uri, env=hub.env).ok()
+    make_older(mx.cache, sha, 30)
+    gc = mx.start(*GC, env={**steady, **fault_env(mx.cache, STOP_AT=point)})
+    gc.wait_stopped()
+    mx("prefetch", hub.uri, env=hub.env).ok()
+    gc.send(signal.SIGCONT)
+    gc.wait().ok()
+    assert broken_promises(mx.cache) == []
+    assert mx("prefetch", hub.uri, "--json", env=hub.env).ok().json()["dir"].endswith(sha)
+    mx("cache", "verify").ok()
+    mx("cache", "gc", "--yes").ok()
+    assert leftovers(mx.cache) == []
