@@ -223,7 +223,7 @@ class Prefetch:
         watch = Watch(lease, self._context.settings.ttl)
         quick = Snapshots(self._model)
         began = time.monotonic()
-        following, failures = 0, 0
+        following, failures, heeded = 0, 0, 0
         while True:
             self._context.stop.check()
             view = watch.look()
@@ -236,8 +236,8 @@ class Prefetch:
                 self._clock.wait = time.monotonic() - began - self._spent()
                 self._tidy()
                 return self._finish(found, listing, wanted, "follower", 0)
-            if view.failed and view.term == following:
-                failures += 1
+            if view.failed and view.term != heeded and (heeded or view.term == following):
+                failures, heeded = failures + 1, view.term
                 self._heed(lease, view.term, failures, wanted)
             if vacant:
                 term = view.term + 1
