@@ -31,7 +31,7 @@ LOCK_TRIES = 10
 
 @dataclass(frozen=True)
 class View:
-    """What a listing of a lease directory says. `term` 0 = nobody ever led."""
+    """What a listing of a lease directory says. `term` 0 = nobody ever led. `failures`: the terms that failed lately."""
 
     term: int = 0
     beat: str = ""
@@ -40,6 +40,7 @@ class View:
     note: str = ""
     left: bool = False
     failed: bool = False
+    failures: tuple[int, ...] = ()
 
     @property
     def sign(self) -> tuple[int, str]:
@@ -309,4 +310,5 @@ def view(listing: list[str]) -> View:
             beat, seq, done = name, int(fields[2]), int(fields[3]) if len(fields) > 3 and fields[3].isdigit() else 0
         elif fields[0] == "note" and int(fields[2]) > note_seq:
             note, note_seq = name, int(fields[2])
-    return View(term, beat, seq, done, note, f"left.{term}" in listing, f"failed.{term}" in listing)
+    failures = tuple(int(name[7:]) for name in listing if name.startswith("failed.") and name[7:].isdigit())
+    return View(term, beat, seq, done, note, f"left.{term}" in listing, term in failures, failures)

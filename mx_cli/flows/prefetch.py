@@ -223,7 +223,7 @@ class Prefetch:
         watch = Watch(lease, self._context.settings.ttl)
         quick = Snapshots(self._model)
         began = time.monotonic()
-        following, failures, heeded = 0, 0, 0
+        following, first = 0, 0
         while True:
             self._context.stop.check()
             view = watch.look()
@@ -236,9 +236,8 @@ class Prefetch:
                 self._clock.wait = time.monotonic() - began - self._spent()
                 self._tidy()
                 return self._finish(found, listing, wanted, "follower", 0)
-            if view.failed and view.term != heeded and (heeded or view.term == following):
-                failures, heeded = failures + 1, view.term
-                self._heed(lease, view.term, failures, wanted)
+            if view.failed and first:
+                self._heed(lease, view.term, sum(term >= first for term in view.failures), wanted)
             if vacant:
                 term = view.term + 1
                 if lease.claim(term):
@@ -250,6 +249,7 @@ class Prefetch:
                 following = 0
                 continue
             following = view.term
+            first = first or following
             self._tell(watch, lease, listing, wanted)
             self._check_wait(began)
             self._context.stop.wait(watch.pause())
