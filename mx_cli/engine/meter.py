@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 WINDOW = 5.0
+SETTLED = 0.5
 
 
 class Meter:
@@ -99,11 +100,11 @@ class Meter:
             self.ticks += 1
 
     def rate(self) -> float:
-        """Bytes fetched a second, over the last few seconds. Call it now and then: it keeps the marks."""
+        """Bytes fetched a second, over the last few seconds; 0 in the first moment. Call it now and then: it keeps marks."""
         with self._lock:
             now = time.monotonic()
             self._marks.append((now, self.fetched))
             while len(self._marks) > 2 and now - self._marks[0][0] > WINDOW:
                 self._marks.popleft()
             start, before = self._marks[0]
-            return (self.fetched - before) / (now - start) if now > start else 0.0
+            return (self.fetched - before) / (now - start) if now - start >= SETTLED else 0.0
