@@ -6,7 +6,8 @@ import re
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://[^\s'\"<>)\]]+", re.IGNORECASE)
 _TOKEN = re.compile(
-    r"\b(hf_[A-Za-z0-9]{4,}|AKIA[A-Z0-9]{12,}|ya29\.[\w-]+|Bearer\s+\S+|AWS4-HMAC-SHA256\s.*)", re.IGNORECASE
+    r"\b((?-i:hf_)(?!(?:token|home|hub|endpoint|cache)(?![A-Za-z0-9]))[A-Za-z0-9]{4,}|AKIA[A-Z0-9]{12,}|ya29\.[\w-]+|Bearer\s+\S+|AWS4-HMAC-SHA256\s.*)",
+    re.IGNORECASE,
 )
 _QUERY_SECRET = re.compile(
     r"((?:X-Amz-|X-Goog-|AWSAccessKeyId|Signature|token|sig|se|sp)[\w-]*=)[^&\s'\"]+", re.IGNORECASE

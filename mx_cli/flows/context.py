@@ -68,7 +68,7 @@ class Context:
         return Snapshots(model, self.settings.visibility, self.stop.wait)
 
     def origin(self, uri: str, version_id: str | None = None) -> OpenOrigin:
-        return open_origin(
+        origin = open_origin(
             uri,
             settings=self.settings,
             environ=self.environ,
@@ -78,6 +78,11 @@ class Context:
             version_id=version_id or "",
             gates=self.gates,
         )
+        if self.settings.insecure and not origin.uri.startswith("file://"):
+            self.warn(
+                f"{origin.uri}: certificates are not verified (--insecure): anybody on the way can change the bytes"
+            )
+        return origin
 
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")

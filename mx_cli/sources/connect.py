@@ -6,7 +6,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from urllib.request import proxy_bypass_environment  # type: ignore[attr-defined]
 
@@ -81,7 +81,7 @@ class Connections:
                 timeout=timeout,
                 ssl_context=self._ssl(),
                 server_hostname=host,
-                assert_hostname=self._verify(host),
+                assert_hostname=False if self._settings.insecure else None,
             )
             if proxy:
                 connection.set_tunnel(host, port, headers=_proxy_authorization(proxy))
@@ -89,9 +89,6 @@ class Connections:
             connection = HTTPConnection(to_host, to_port, timeout=timeout)
         connection.connect()
         return connection
-
-    def _verify(self, host: str) -> Any:
-        return False if self._settings.insecure else host
 
     def _explain(self, place: str, error: Exception) -> MxError:
         if "CERTIFICATE_VERIFY_FAILED" in str(error) or isinstance(error, ssl.SSLCertVerificationError):
