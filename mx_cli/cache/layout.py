@@ -8,6 +8,7 @@
         snapshots/<revision>[+<8hex>]/…            the checkpoint's own files; never written in place
         manifests/<revision>/<selection>.json      immutable, written last: the commit point
         staging/<revision>/<16hex>.part.<term>     parts, and journal.<term>
+                                                   .trash.<term>: what a removal has set aside
         lease/<revision>/                          lead.<term> beat.<term>.<seq>.<bytes> note.<term>.<seq>
                                                    left.<term> failed.<term> lock
         pins/<name>.json   used/<revision>/<yyyymmdd>
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -50,6 +52,7 @@ def slug(uri: str) -> str:
     return f"{readable}-{hashlib.sha256(uri.encode()).hexdigest()[:10]}"
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def part_id(path: str) -> str:
     """16 hex digits that stand for a relative path inside staging."""
     return hashlib.sha256(path.encode("utf-8", "surrogateescape")).hexdigest()[:16]
@@ -136,9 +139,7 @@ def sync_directory(directory: Path) -> None:
         os.close(fd)
 
 
-def seen(
-    what: Callable[[], T], patience: float, *, within: Path, pause: Callable[[float], None] = time.sleep
-) -> T:
+def seen(what: Callable[[], T], patience: float, *, within: Path, pause: Callable[[float], None] = time.sleep) -> T:
     """`what()`, again while look-ups hide a name that listings show, for at most `patience` seconds. Raises OSError.
 
     Network file systems remember for up to a minute that a name was not there; a listing knows better. `pause` may raise.

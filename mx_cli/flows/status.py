@@ -152,7 +152,9 @@ def _active(look: _Look, ttl: float, common: dict[str, Any]) -> Download:
 
 
 def _rate(look: _Look) -> float | None:
-    """Bytes a second between the two beats that were seen; the leader's own interval is the clock."""
+    """Bytes a second: measured over the beats that were seen, else between two by the leader's own interval."""
+    if look.watch.rate:
+        return look.watch.rate
     beats = look.view.seq - look.first.seq
     if look.view.term != look.first.term or beats <= 0 or look.first.seq < 0:
         return None
