@@ -19,6 +19,7 @@ from mx_cli.model.manifest import Entry
 from mx_cli.plan.ranges import Span, merge
 
 CHUNK = 1 << 20
+UNRESERVED = 256 << 10
 
 
 @dataclass(slots=True)
@@ -142,7 +143,8 @@ class Parts:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             if entry.size is not None:
-                reserve(fd, entry.size, str(path))
+                if entry.size > UNRESERVED:
+                    reserve(fd, entry.size, str(path))
                 if os.fstat(fd).st_size > entry.size:
                     os.ftruncate(fd, entry.size)
         except OSError as error:

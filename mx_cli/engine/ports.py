@@ -88,14 +88,17 @@ class Source(Protocol):
     @property
     def caps(self) -> SourceCaps: ...
 
+    def widen(self, width: int) -> None:
+        """Serve up to `width` items at once from now on; more may be started and wait for their turn."""
+
     def start(self, item: ReadItem, dest: Dest) -> None:
         """Begin to read; does not block. Several items may be in flight; idempotent per item."""
 
     def poll(self, timeout: float) -> list[Done]:
         """News since the last call; waits for at most `timeout` seconds when there is none."""
 
-    def moved(self, item: ReadItem) -> int:
-        """Bytes of a started item that have arrived so far, also those not yet reported; for stall detection and meters."""
+    def moved(self, item: ReadItem) -> int | None:
+        """Bytes of an item that arrived so far, also those not yet reported; None while it waits for its turn."""
 
     def abort(self, item: ReadItem) -> None:
         """Give the item up: its last Done comes soon, with an error; after that nothing more lands in the destination."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import os
@@ -20,6 +21,8 @@ from mx_cli.model.manifest import Entry
 POLL = 0.2
 WIDEN_EVERY = 1.0
 QUIET_LIMIT = 15.0
+SMALL_ITEM = 1 << 20
+AHEAD = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,7 @@ class Transfer:
         self._delayed: list[tuple[float, int, ReadItem, Patience]] = []
         self._count = itertools.count()
         self._flights: dict[ReadItem, _Flight] = {}
+        self._news: deque[Done] = deque()
         self._files: dict[str, _FileState] = {}
         self._width = _Width(limits.width, limits.max_width)
 
@@ -91,8 +95,9 @@ class Transfer:
                 self._stop.check()
                 self._sink.raise_failure()
                 self._start_some()
-                for done in self._source.poll(POLL):
-                    self._take(done)
+                self._news.extend(self._source.poll(POLL))
+                while self._news:
+                    self._take(self._news.popleft())
                 self._look_for_stalls()
                 self._meter.workers = len(self._flights)
                 self._width.adapt(self._meter.fetched, len(self._flights))
@@ -124,16 +129,24 @@ class Transfer:
             _, _, item, patience = heapq.heappop(self._delayed)
             self._pending.appendleft((item, patience))
         width = min(self._width.now, self._source.caps.max_in_flight)
-        while self._pending and len(self._flights) < width and not self._gate.closed_for:
+        self._source.widen(width)
+        while self._pending and not self._gate.closed_for:
+            # Small items wait at the source for their turn, so that it need not wait for this loop.
+            length = self._pending[0][0].length
+            ahead = AHEAD if length is not None and length <= SMALL_ITEM else 1
+            if len(self._flights) >= width * ahead:
+                return
             item, patience = self._pending.popleft()
+            dest = self._sink.acquire(item)
             self._flights[item] = _Flight(item, patience)
             self._files[item.entry.path].in_flight += 1
-            self._source.start(item, self._sink.acquire(item))
+            self._source.start(item, dest)
 
     # -- news ----------------------------------------------------------------------------------------------------
 
     def _take(self, done: Done) -> None:
-        flight = self._flights[done.item]
+        # Before anything can fail: what is over must not be waited for.
+        flight = self._flights.pop(done.item) if done.finished else self._flights[done.item]
         state = self._files[done.item.entry.path]
         for block in done.blocks:
             self._sink.commit(done.item, block)
@@ -143,7 +156,6 @@ class Transfer:
                 state.left -= block.length
         if not done.finished:
             return
-        del self._flights[done.item]
         state.in_flight -= 1
         if state.switching:
             self._switch(done.item.entry, state)
@@ -216,7 +228,9 @@ class Transfer:
         now = time.monotonic()
         for flight in self._flights.values():
             moved = self._source.moved(flight.item)
-            if moved != flight.moved:
+            if moved is None:
+                flight.at = now
+            elif moved != flight.moved:
                 flight.moved, flight.at = moved, now
                 self._meter.tick()
             elif now - flight.at > self._limits.stall_timeout and not flight.stalled:
@@ -229,11 +243,16 @@ class Transfer:
             self._source.abort(item)
         end = time.monotonic() + (1.0 if self._stop.requested else QUIET_LIMIT)
         while self._flights and time.monotonic() < end:
-            for done in self._source.poll(POLL):
-                for block in done.blocks:
-                    self._sink.commit(done.item, block)
+            if not self._news:
+                self._news.extend(self._source.poll(POLL))
+            while self._news:
+                done = self._news.popleft()
                 if done.finished:
-                    del self._flights[done.item]
+                    self._flights.pop(done.item, None)
+                # A full disk may have no room for the journal either.
+                with contextlib.suppress(MxError):
+                    for block in done.blocks:
+                        self._sink.commit(done.item, block)
 
 
 class _Width:

@@ -16,7 +16,6 @@ from mx_cli.engine.buffers import STEP, Buffers
 from mx_cli.engine.ports import Block, Dest, Done, File, Host, NoRanges, Reader, ReadItem, SourceCaps, Stream
 from mx_cli.model.manifest import BLOCK
 
-
 TELL_EVERY = 0.25
 """Seconds: on a slow connection a block ends before it is full, so that a kill costs no more than this."""
 
@@ -45,6 +44,7 @@ class _Flight:
     def __init__(self, item: ReadItem, dest: Dest) -> None:
         self.item, self.dest = item, dest
         self.moved = 0
+        self.begun = False
         self.aborted = False
         self.stream: Stream | None = None
         self.lock = threading.Lock()
@@ -73,21 +73,26 @@ class Lifted:
         self._work: queue.SimpleQueue[_Flight | None] = queue.SimpleQueue()
         self._flights: dict[ReadItem, _Flight] = {}
         self._lock = threading.Lock()
+        self._width = 1
         self._threads = 0
-        self._idle = 0
+        self._waiting = 0
+        self._busy = 0
 
     @property
     def caps(self) -> SourceCaps:
         return self._reader.caps
+
+    def widen(self, width: int) -> None:
+        self._width = width
 
     def start(self, item: ReadItem, dest: Dest) -> None:
         with self._lock:
             if item in self._flights:
                 return
             flight = self._flights[item] = _Flight(item, dest)
-            spawn = self._idle == 0
+            self._waiting += 1
+            spawn = self._threads < min(self._width, self._busy + self._waiting)
             self._threads += spawn
-            self._idle -= not spawn
         self._work.put(flight)
         if spawn:
             threading.Thread(target=self._serve, name=f"read-{self._threads}", daemon=True).start()
@@ -101,9 +106,9 @@ class Lifted:
         except queue.Empty:
             return found
 
-    def moved(self, item: ReadItem) -> int:
+    def moved(self, item: ReadItem) -> int | None:
         flight = self._flights.get(item)
-        return flight.moved if flight else 0
+        return flight.moved if flight and flight.begun else None
 
     def abort(self, item: ReadItem) -> None:
         flight = self._flights.get(item)
@@ -119,10 +124,14 @@ class Lifted:
 
     def _serve(self) -> None:
         while (flight := self._work.get()) is not None:
+            with self._lock:
+                self._waiting -= 1
+                self._busy += 1
+            flight.begun = True
             done = self._read(flight)
             with self._lock:
                 del self._flights[flight.item]
-                self._idle += 1
+                self._busy -= 1
             self._news.put(done)
 
     def _read(self, flight: _Flight) -> Done:
@@ -130,7 +139,7 @@ class Lifted:
         error: MxError | NoRanges | None = None
         buffer = self._buffers.take()
         try:
-            if flight.item.length != 0:
+            if flight.item.length != 0 and not flight.aborted:
                 stream = self._reader.open(flight.item)
                 flight.attach(stream)
                 try:

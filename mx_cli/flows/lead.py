@@ -39,6 +39,7 @@ from mx_cli.sources.registry import OpenOrigin
 LARGE = 1 << 20
 MANY_SMALL = 64
 INTEGRITY_TRIES = 2
+TERM_CHECK_EVERY = 0.1
 UNVERSIONED = "none"
 
 
@@ -58,6 +59,7 @@ class Leader:
         self._directories: set[Path] = set()
         self._term = 0
         self._work = Stop()
+        self._term_checked = 0.0
         self._suspect: list[Entry] = []
 
     def run(self, lease: Lease, term: int, revision: str, clock: Clock, chosen: bool) -> Led:
@@ -102,6 +104,14 @@ class Leader:
         self._work.check()
         if self._lease.look().term > self._term:
             raise Deposed("another process leads now")
+
+    def _check_term_now_and_then(self) -> None:
+        """For each of many small files a look would cost more than the file; the renamed parts are the fence."""
+        now = time.monotonic()
+        if now - self._term_checked > TERM_CHECK_EVERY:
+            self._check_term()
+            self._term_checked = now
+        self._work.check()
 
     # -- the steps -----------------------------------------------------------------------------------------------
 
@@ -240,7 +250,8 @@ class Leader:
         return [Inspection(entry, is_weight=entry.path in self._wanted.weights)]
 
     def _commit(self, entry: Entry, block: Block, parts: Parts) -> None:
-        if entry.resumable and (entry.size or 0) > LARGE:
+        # Small files too: who is killed among many of them must not begin again.
+        if entry.resumable:
             parts.claim(entry, block.offset, block.length, block.digest)
 
     # -- publishing ----------------------------------------------------------------------------------------------
@@ -261,7 +272,7 @@ class Leader:
             small = size < LARGE
             if not small:
                 self._sync(entry, fd, parts)
-            self._check_term()
+            self._check_term_now_and_then()
             self._give_name(entry, fd, parts)
         except OSError as error:
             raise explain(error, f"publishing {entry.path}") from None
@@ -284,7 +295,8 @@ class Leader:
 
     def _give_name(self, entry: Entry, fd: int, parts: Parts) -> None:
         final, part = self._target / entry.path, parts.path(entry)
-        make_dirs(final.parent)
+        if final.parent not in self._directories:
+            make_dirs(final.parent)
         try:
             os.rename(part, final)
             if os.fstat(fd).st_nlink > 1:
@@ -303,8 +315,9 @@ class Leader:
         with self._lock:
             if small:
                 self._unsynced.add(final)
-            self._directories.update((self._target / path).parents[: len(Path(path).parts)])
-            self._directories.add(self._target.parent)
+            if final.parent not in self._directories:
+                self._directories.update(final.parents[: len(Path(path).parts)])
+                self._directories.add(self._target.parent)
 
     def _make_durable(self) -> None:
         """Every small file, by one syncfs where they are many, then every directory."""

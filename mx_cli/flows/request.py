@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,7 @@ class Wanted:
     indexes: tuple[Index, ...] = ()
     skipped: str = ""
 
-    @property
+    @cached_property
     def weights(self) -> frozenset[str]:
         return frozenset(self.prefixes)
 

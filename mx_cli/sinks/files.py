@@ -13,7 +13,7 @@ from mx_cli.base.cancel import Stop
 from mx_cli.base.errors import IntegrityError, MxError
 from mx_cli.base.oserrors import explain
 from mx_cli.engine.meter import Meter
-from mx_cli.engine.ports import Block, File, ReadItem
+from mx_cli.engine.ports import Block, Dest, File, Host, ReadItem
 from mx_cli.engine.verify import Consumer
 from mx_cli.model.manifest import Entry
 from mx_cli.plan.ranges import Span, merge
@@ -22,6 +22,8 @@ CHUNK = 1 << 20
 FEED_STEP = 8 << 20
 OPEN_LIMIT = 256
 CLOSE_LIMIT = 1.0
+SMALL = 256 << 10
+HELD_LIMIT = 16 << 20
 
 
 @dataclass(slots=True)
@@ -43,6 +45,14 @@ class _Open:
     @property
     def ended(self) -> bool:
         return self.size is not None and self.edge >= self.size
+
+
+@dataclass(slots=True)
+class _Held:
+    """A small file that is gathered in memory: one write instead of a reservation, writes and reads."""
+
+    entry: Entry
+    data: bytearray
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +84,10 @@ class FileSink:
         self._on_commit, self._on_complete = on_commit, on_complete
         self._meter = meter
         self._files: dict[str, _Open] = {}
+        self._held: dict[str, _Held] = {}
+        self._held_bytes = 0
         self._changed = threading.Condition()
-        self._queue: queue.SimpleQueue[_Open | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Open | _Held | None] = queue.SimpleQueue()
         self._failure: MxError | None = None
         self._closing = False
         self.suspects: list[Entry] = []
@@ -85,12 +97,27 @@ class FileSink:
 
     # -- the port ------------------------------------------------------------------------------------------------
 
-    def acquire(self, item: ReadItem) -> File:
+    def acquire(self, item: ReadItem) -> Dest:
+        entry = item.entry
+        # Only what is fetched whole: of another file, a part is on the disk already.
+        is_whole = entry.size is not None and item.offset == 0 and item.end == entry.size <= SMALL
+        if entry.size is not None and (entry.path in self._held or (is_whole and entry.path not in self._files)):
+            return Host(memoryview(self._hold(entry, entry.size).data)[item.offset : item.end])
         with self._changed:
             # What is fetched must not run far ahead of what is verified: descriptors and page cache are bounded.
-            while len(self._files) >= OPEN_LIMIT and item.entry.path not in self._files and not self._failure:
+            while len(self._files) >= OPEN_LIMIT and entry.path not in self._files and not self._failure:
                 self._changed.wait(0.2)
-        return File(self.open(item.entry).fd, item.offset)
+        return File(self.open(entry).fd, item.offset)
+
+    def _hold(self, entry: Entry, size: int) -> _Held:
+        with self._changed:
+            held = self._held.get(entry.path)
+            if held is None:
+                while self._held_bytes > HELD_LIMIT and not self._failure:
+                    self._changed.wait(0.2)
+                held = self._held[entry.path] = _Held(entry, bytearray(size))
+                self._held_bytes += size
+            return held
 
     def open(self, entry: Entry) -> _Open:
         """The open file of an entry; opens it, with what is there already, the first time."""
@@ -106,12 +133,16 @@ class FileSink:
     def commit(self, item: ReadItem, block: Block) -> None:
         entry = item.entry
         self._on_commit(entry, block)
+        if entry.path in self._held:
+            return
         with self._changed:
             file = self._files[entry.path]
             file.have = merge([*file.have, (block.offset, block.offset + block.length)])
             self._feed(file)
 
     def reset(self, entry: Entry) -> None:
+        if entry.path in self._held:
+            return
         with self._changed:
             file = self._files[entry.path]
             file.have = []
@@ -120,6 +151,10 @@ class FileSink:
             file.fed, file.consumers = 0, self._consumers(entry)
 
     def end(self, entry: Entry, size: int) -> None:
+        held = self._held.get(entry.path)
+        if held:
+            self._queue.put(held)
+            return
         file = self.open(entry)
         with self._changed:
             file.size = size
@@ -137,7 +172,7 @@ class FileSink:
             stop.check()
             self.raise_failure()
             with self._changed:
-                if not any(file.ended for file in self._files.values()):
+                if not self._held and not any(file.ended for file in self._files.values()):
                     return
                 self._changed.wait(0.1)
 
@@ -170,7 +205,10 @@ class FileSink:
         buffer = memoryview(bytearray(CHUNK))
         while (file := self._queue.get()) is not None:
             try:
-                self._consume(file, buffer)
+                if isinstance(file, _Held):
+                    self._consume_held(file)
+                else:
+                    self._consume(file, buffer)
             except MxError as error:
                 self._fail(file, error)
             except OSError as error:
@@ -180,12 +218,13 @@ class FileSink:
                 failure.__cause__ = error
                 self._fail(file, failure)
 
-    def _fail(self, file: _Open, error: MxError) -> None:
+    def _fail(self, file: _Open | _Held, error: MxError) -> None:
         with self._changed:
             self._failure = self._failure or error
             if isinstance(error, IntegrityError):
                 self.suspects.append(file.entry)
-            file.queued = False
+            if isinstance(file, _Open):
+                file.queued = False
             self._changed.notify_all()
 
     def _consume(self, file: _Open, buffer: memoryview) -> None:
@@ -216,3 +255,26 @@ class FileSink:
             self._files.pop(file.entry.path, None)
             os.close(file.fd)
             self._changed.notify_all()
+
+    def _consume_held(self, held: _Held) -> None:
+        consumers = self._consumers(held.entry)
+        for consumer in consumers:
+            consumer.update(memoryview(held.data))
+            consumer.finish()
+        fd = self._open_file(held.entry).fd
+        try:
+            place(fd, memoryview(held.data), 0)
+            self._on_complete(held.entry, len(held.data), fd, consumers)
+        finally:
+            os.close(fd)
+        with self._changed:
+            del self._held[held.entry.path]
+            self._held_bytes -= len(held.data)
+            self._changed.notify_all()
+
+
+def place(fd: int, view: memoryview, offset: int) -> None:
+    """Write all of the view at `offset`. Raises OSError."""
+    while view:
+        count = os.pwrite(fd, view, offset)
+        view, offset = view[count:], offset + count
