@@ -159,11 +159,11 @@ def test_the_next_pod_has_the_same_pid_and_host(mx: Mx, hub: servers.Hub) -> Non
 @capability("pidns")
 def test_a_living_leader_has_no_pid_here(mx: Mx, hub: servers.Hub) -> None:
     """P-42 pid1-collision (b): its pid does not exist in the other pod, and it is alive."""
-    hub.commit(checkpoint_files(shards=2, size=4 * MIB))
+    hub.commit(checkpoint_files(shards=2, size=8 * MIB))
     hub.flags("slow=1000000")
     env = hub.env | PLAIN | {"MX_TTL": "20s"}
     leader = mx.start("prefetch", hub.uri, "--json", env=env, prefix=pod("node-a"))
-    leader.wait_err("transfer +[1-9]")
+    leader.wait_err("leading")
     second = mx.start("prefetch", hub.uri, "--json", env=env, prefix=(*pod("node-a"), "sh", "-c", 'true; "$@"', "sh"))
     second.wait_err("following")
     hub.flags("ok")

@@ -1,0 +1,98 @@
+"""P-55 sigterm-init: a stopped download ends at once, says how far it came, and the next run goes on from there."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.rig import cachecheck, servers
+from tests.support import MIB, Mx, Running, capability, checkpoint_files, tree
+
+FILES = checkpoint_files(shards=2, size=24 * MIB)
+WEIGHTS = sum(len(data) for name, data in FILES.items() if name.startswith("model-0"))
+PID1 = ("unshare", "--pid", "--fork", "--mount-proc")
+Start = Callable[..., Running]
+
+
+@pytest.fixture
+def start(mx: Mx, hub: servers.Hub) -> Start:
+    """start(prefix) -> a download that is half done."""
+
+    def begin(prefix: tuple[str, ...] = ()) -> Running:
+        hub.commit(FILES)
+        hub.flags("slow=3000000")
+        env = hub.env | {"MX_PROGRESS_EVERY": "0.1s"}
+        running = mx.start("prefetch", hub.uri, "--json", env=env, prefix=prefix)
+        running.wait_err("transfer +[3-7][0-9] %", 40)
+        return running
+
+    return begin
+
+
+def pid_of(running: Running, prefix: tuple[str, ...]) -> int:
+    """mx itself, when it is a child of what was started."""
+    if not prefix:
+        return running.pid
+    return int(Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()[0])
+
+
+def check_stopped(mx: Mx, hub: servers.Hub, running: Running, sent: float, code: int) -> None:
+    result = running.wait(20)
+    assert time.monotonic() - sent < 4
+    assert result.code == code
+    assert result.err.splitlines()[-1].startswith("mx: error: stopped by SIG") or "stopped by SIG" in result.err
+    cachecheck.check_parts(mx.cache)
+    assert cachecheck.parts(mx.cache)
+    check_next(mx, hub)
+
+
+def check_next(mx: Mx, hub: servers.Hub) -> None:
+    hub.flags("ok")
+    result = mx("prefetch", hub.uri, "--json", env=hub.env | {"MX_TTL": "60s"}, timeout=30).ok().json()
+    assert tree(Path(result["dir"])) == cachecheck.sums(FILES)
+    assert result["bytes_fetched"] < 0.8 * WEIGHTS
+    assert hub.bytes_served("model-0") <= 1.1 * WEIGHTS + 2 * MIB
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_stopped(signum: signal.Signals, code: int, mx: Mx, hub: servers.Hub, start: Start) -> None:
+    running = start()
+    sent = time.monotonic()
+    running.send(signum)
+    check_stopped(mx, hub, running, sent, code)
+
+
+@capability("pidns")
+def test_stopped_as_pid_1(mx: Mx, hub: servers.Hub, start: Start) -> None:
+    import os
+
+    running = start(PID1)
+    sent = time.monotonic()
+    os.kill(pid_of(running, PID1), signal.SIGTERM)
+    check_stopped(mx, hub, running, sent, 143)
+
+
+def test_twice_is_at_once(mx: Mx, hub: servers.Hub, start: Start) -> None:
+    running = start()
+    running.send(signal.SIGINT)
+    running.send(signal.SIGINT)
+    running.wait(10).exits(130)
+    check_next(mx, hub)
+
+
+@capability("fuse")
+def test_stopped_while_names_are_hidden(mx: Mx, hub: servers.Hub, cifuse: Callable[..., Path]) -> None:
+    """Waiting for a look-up to see what a listing shows takes up to a minute, but not after a signal."""
+    hub.commit(checkpoint_files(shards=1, size=MIB))
+    env = hub.env | {"MX_CACHE_DIR": str(cifuse(HIDE="30") / "cache")}
+    mx("prefetch", hub.uri, env=env).ok()
+    late = mx.start("prefetch", hub.uri, env=env)
+    late.wait_err("^cache")
+    with pytest.raises(BaseException, match="still runs"):
+        late.wait(2)
+    late.send(signal.SIGTERM)
+    late.wait(5).exits(143)
