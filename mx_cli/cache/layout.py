@@ -40,6 +40,7 @@ from mx_cli.base.oserrors import explain
 FORMAT = 1
 TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# A cache of mx. Backup programs may leave it out.\n"
 HIDDEN = frozenset({errno.ENOENT, errno.ESTALE})
+NO_RENAME = frozenset({errno.ENOSYS, errno.EXDEV, errno.ENOTSUP})
 
 T = TypeVar("T")
 
@@ -124,7 +125,17 @@ def write_atomic(path: Path, data: bytes) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
+        if error.errno in NO_RENAME:
+            raise cannot_rename(error, path.parent) from None
         raise explain(error, f"renaming to {path}") from None
+
+
+def cannot_rename(error: OSError, directory: Path) -> FilesystemRefused:
+    """The refusal of a place where nothing could ever be published."""
+    return FilesystemRefused(
+        f"{directory} cannot rename files ({os.strerror(error.errno or 0)})",
+        hint="object-store mounts cannot hold a cache; use a local or network file system",
+    )
 
 
 def sync_directory(directory: Path) -> None:

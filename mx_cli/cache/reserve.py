@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mx_cli.base import units
 from mx_cli.base.errors import FilesystemRefused, NoSpace
-from mx_cli.cache.layout import refused
+from mx_cli.cache.layout import NO_RENAME, cannot_rename, refused
 
 UNCHOSEN_LIMIT = 1 << 30
 VOLATILE = frozenset({"overlay", "tmpfs", "ramfs"})
@@ -91,11 +91,8 @@ def probe_rename(directory: Path) -> None:
         os.close(os.open(before, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
         os.rename(before, after)
     except OSError as error:
-        if error.errno in (errno.ENOSYS, errno.EXDEV, errno.ENOTSUP):
-            raise FilesystemRefused(
-                f"{directory} cannot rename files ({os.strerror(error.errno or 0)})",
-                hint="object-store mounts cannot hold a cache; use a local or network file system",
-            ) from None
+        if error.errno in NO_RENAME:
+            raise cannot_rename(error, directory) from None
         raise refused(error, f"writing in {directory}", directory) from None
     finally:
         for name in (before, after):
