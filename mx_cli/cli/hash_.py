@@ -120,8 +120,10 @@ def _compare(session: Session, left: HashResult, identify: object, other: str, k
             f"not comparable: {left.model} and {right.model} have no identity of the same kind",
             hint="mx hash --kind, or prefetch both so that content is known",
         )
-    rows = [f"{field}: {_short(one)} -> {_short(two)}" for field, one, two in found.differences]
     if not found.equal:
+        # Tensors say more than the digest of their table.
+        named = [row for row in found.differences if row[0] != "weights.table"] or found.differences
+        rows = [f"{field}: {_short(one)} -> {_short(two)}" for field, one, two in named]
         shown = "; ".join(rows[:8]) + (f"; and {len(rows) - 8} more" if len(rows) > 8 else "")
         raise Incompatible(f"{found.kind} identities differ: {shown}")
     session.answer(f"equal ({found.kind} {left.choose(found.kind).id})", found.to_json(), final="equal")
