@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import queue
 import re
 import subprocess
@@ -30,6 +31,7 @@ class Demo:
 
     def __init__(self, place: Path, s3: servers.S3) -> None:
         self.s3 = s3
+        self._names = {str(place / "cache"): "$MX_CACHE_DIR", str(place): "$DEMO", s3.endpoint: "http://store"}
         (place / "home").mkdir()
         extra = {"MX_MAX_BANDWIDTH": BANDWIDTH, "MX_PROGRESS_EVERY": "1s", "MX_STALL_TIMEOUT": "60s", "MX_TTL": "20s"}
         self.env = clean_env(place / "home", place / "cache", {**s3.env, **extra, "MX_NODE_NAME": "demo"})
@@ -38,7 +40,8 @@ class Demo:
         """Run `mx ARGUMENTS…`, show both streams; its stdout."""
         print(f"\n$ mx {' '.join(self.short(word) for word in arguments)}", flush=True)
         done = subprocess.run(self.command(*arguments), env=self.env, capture_output=True, text=True, timeout=DEADLINE)
-        print(self.short(done.stderr + done.stdout), end="", flush=True)
+        # The columns of a table are as wide as what `short` takes away.
+        print(re.sub(r" {3,}", "  ", self.short(done.stderr + done.stdout)), end="", flush=True)
         if done.returncode != expect:
             raise Broken(f"mx {arguments[0]} exited {done.returncode}, not {expect}")
         return done.stdout.strip()
@@ -48,7 +51,8 @@ class Demo:
 
     def short(self, text: str) -> str:
         """The text without what is long and different each time."""
-        text = text.replace(self.env["MX_CACHE_DIR"], "$MX_CACHE_DIR").replace(self.s3.endpoint, "http://store")
+        for long, name in self._names.items():
+            text = text.replace(long, name)
         return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{52}\b", r"\1…", text)
 
 
@@ -126,7 +130,9 @@ def race(demo: Demo) -> str:
 
 
 def show(place: Path) -> None:
-    with servers.hadro(place) as s3:
+    with servers.hadro(place) as server:
+        s3 = dataclasses.replace(server, bucket="models")
+        s3.make_bucket()
         uri = s3.uri("llama")
         original = checkpoints.make_checkpoint(s3.path("llama"), shards=4, size=SIZE)
         print(f"a checkpoint of {SIZE >> 20} MiB in a local S3 store, {uri}, read at {BANDWIDTH} a second")

@@ -468,10 +468,13 @@ def test_a_given_revision_asks_nobody(mx: Mx, hub: servers.Hub) -> None:
 
 
 @capability("strace")
-def test_offline_opens_no_connection(mx: Mx, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "uri", ["s3://bucket/m", "gs://bucket/m", "hf://org/name", "https://host.invalid/m.safetensors"]
+)
+def test_offline_opens_no_connection(mx: Mx, tmp_path: Path, uri: str) -> None:
     trace = tmp_path / "trace"
     prefix = ("strace", "-f", "-qq", "-o", str(trace), "-e", "trace=%network")
-    mx("hash", f"hf://org/name@{COMMIT}", "--offline", prefix=prefix).ok()
+    mx("hash", uri, "--revision", COMMIT, "--offline", prefix=prefix).ok()
     assert "AF_INET" not in trace.read_text()
 
 
