@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,9 +31,22 @@ def _flag(text: str) -> bool:
 
 
 def _count(text: str) -> int:
-    if not text.strip().isdigit():
+    if not text.strip().isdecimal():
         raise UsageError(f"not a whole number: {text!r}")
     return int(text)
+
+
+def _some(parse: Parse) -> Parse:
+    """`parse`, and nothing is not enough."""
+
+    @functools.wraps(parse)
+    def parse_some(text: str) -> Any:
+        value = parse(text)
+        if not value:
+            raise UsageError(f"has to be more than nothing: {text!r}")
+        return value
+
+    return parse_some
 
 
 def _text(text: str) -> str:
@@ -85,16 +99,22 @@ class Settings:
         "fail",
         "when the origin cannot be asked: fail, or use what is cached",
     )
-    max_connections: int = _set("MX_MAX_CONNECTIONS", _count, 32, "connections to an origin at most")
-    max_bandwidth: int | None = _set("MX_MAX_BANDWIDTH", units.parse_size, None, "bytes a second at most")
-    range_size: int = _set("MX_RANGE_SIZE", units.parse_size, 16 << 20, "bytes of one request")
-    connect_timeout: float = _set("MX_CONNECT_TIMEOUT", units.parse_duration, 10.0, "seconds to open a connection")
-    stall_timeout: float = _set("MX_STALL_TIMEOUT", units.parse_duration, 60.0, "no byte for this long is a failure")
+    max_connections: int = _set("MX_MAX_CONNECTIONS", _some(_count), 32, "connections to an origin at most")
+    max_bandwidth: int | None = _set("MX_MAX_BANDWIDTH", _some(units.parse_size), None, "bytes a second at most")
+    range_size: int = _set("MX_RANGE_SIZE", _some(units.parse_size), 16 << 20, "bytes of one request")
+    connect_timeout: float = _set(
+        "MX_CONNECT_TIMEOUT", _some(units.parse_duration), 10.0, "seconds to open a connection"
+    )
+    stall_timeout: float = _set(
+        "MX_STALL_TIMEOUT", _some(units.parse_duration), 60.0, "no byte for this long is a failure"
+    )
     retry_for: float = _set("MX_RETRY_FOR", units.parse_duration, 600.0, "how long to retry an origin without progress")
     timeout: float | None = _set("MX_TIMEOUT", units.parse_duration, None, "limit for the whole command")
     wait: float | None = _set("MX_WAIT", units.parse_duration, None, "limit for waiting on another downloader")
-    ttl: float = _set("MX_TTL", units.parse_duration, 20.0, "a leader that shows no progress for this long is replaced")
-    beat: float = _set("MX_BEAT", units.parse_duration, 2.0, "seconds between two signs of life of a leader")
+    ttl: float = _set(
+        "MX_TTL", _some(units.parse_duration), 20.0, "a leader that shows no progress for this long is replaced"
+    )
+    beat: float = _set("MX_BEAT", _some(units.parse_duration), 2.0, "seconds between two signs of life of a leader")
     visibility: float = _set(
         "MX_VISIBILITY", units.parse_duration, 65.0, "how long a file system may hide a name that another host made"
     )

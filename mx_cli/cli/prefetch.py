@@ -80,11 +80,11 @@ def _report(session: Session, outcome: Outcome, result: str | None, has_command:
     document = outcome.to_json()
     if result:
         write_result(Path(result).expanduser().absolute(), document)
-    # Whoever takes this process over owns its stdout.
-    text = "" if has_command else str(outcome.directory)
-    if has_command and session.as_json:
-        session.as_json = False
-    session.answer(text, document, final=str(outcome.directory))
+    if has_command:
+        # Whoever takes this process over owns its stdout.
+        session.conclude(str(outcome.directory))
+    else:
+        session.answer(str(outcome.directory), document)
 
 
 def _become(session: Session, cmd: list[str], outcome: Outcome) -> None:

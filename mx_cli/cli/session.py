@@ -114,13 +114,17 @@ class Session:
 
     def answer(self, text: str, document: Mapping[str, Any], *, final: str = "") -> None:
         """The result: `document` with --json, else `text` (nothing when empty). `final` also goes to the termination log."""
-        if self._renderer:
-            self._renderer.close()
-        self._answered = final or text
+        self.conclude(final or text)
         out = json.dumps(document, ensure_ascii=False) if self.as_json else text
         if out:
             sys.stdout.write(out + "\n")
             sys.stdout.flush()
+
+    def conclude(self, final: str) -> None:
+        """The work is done: `final` is what the termination log will say."""
+        if self._renderer:
+            self._renderer.close()
+        self._answered = final
 
     def prepare_exec(self) -> None:
         """Before another program takes this process over."""

@@ -178,9 +178,7 @@ class Web:
             if head.status not in (301, 302, 303, 307, 308) or not head.get("location") or not follow:
                 return wire, head, _Place(url, trusted)
             self._dismiss(wire, head, method)
-            moved = urljoin(url, head.get("location"))
-            if urlsplit(moved).scheme not in ("http", "https"):
-                raise IntegrityError(f"{what}: redirected to {redact.url(moved)}, which is not http")
+            moved = _moved(what, url, head.get("location"))
             if trusted and not same_place(home, moved):
                 # Credentials are for the host that they were given for, and for no other.
                 sign, trusted = unsigned, False
@@ -258,6 +256,19 @@ def body_of(wire: Wire, head: Head) -> Body:
     chunked = "chunked" in head.get("transfer-encoding").lower()
     left = 0 if head.status in (204, 304) else head.length
     return Body(wire, left, chunked, head.rest, clean=left == 0)
+
+
+def _moved(what: str, url: str, location: str) -> str:
+    """Where a redirect leads; IntegrityError when that is no http URL."""
+    try:
+        moved = urljoin(url, location)
+        parts = urlsplit(moved)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        moved, usable = location, False
+    if not usable:
+        raise IntegrityError(f"{what}: redirected to {redact.url(moved)}, which is not http")
+    return moved
 
 
 def same_place(home: str, moved: str) -> bool:

@@ -207,7 +207,17 @@ def test_p17_redirects_that_do_not_end(mx: Mx, kind: str) -> None:
     assert len(server.asked) <= 10
 
 
-@pytest.mark.parametrize("target", ["file:///etc/passwd", "ftp://127.0.0.1/x", "gopher://127.0.0.1/x", "javascript:1"])
+@pytest.mark.parametrize(
+    "target",
+    [
+        "file:///etc/passwd",
+        "ftp://127.0.0.1/x",
+        "javascript:1",
+        "http://127.0.0.1:99999/x",
+        "http://[::/x",
+        "http://h:x/",
+    ],
+)
 def test_p17_redirects_to_something_else(mx: Mx, target: str) -> None:
     with scripted(lambda asked: asked.say(302, b"", {"Location": target})) as server:
         refused(mx, mx("prefetch", f"{server.url}/x"), 16, "not http")
@@ -305,6 +315,11 @@ def test_two_links_that_differ_in_their_signature_are_one_file(mx: Mx) -> None:
         other = mx("prefetch", f"{server.url}/m.bin?v=3", "--json").ok().json()
     assert (second["role"], second["dir"]) == ("hit", first["dir"])
     assert other["dir"] != first["dir"]
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:99999/x", "http://127.0.0.1:x/y", "http:///x", "https://[::1/x"])
+def test_what_is_no_url(mx: Mx, url: str) -> None:
+    refused(mx, mx("prefetch", url), 2)
 
 
 @pytest.mark.parametrize("uri", ["http://127.0.0.1:1/x", "http://no-such-host.invalid/x", "hf://org/model", "s3://b/k"])
