@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.rig import servers
-from tests.support import MIB, Mx, capability, checkpoint_files, make_checkpoint, make_safetensors, noise
+from tests.support import MIB, Mx, capability, checkpoint_files, make_checkpoint, make_safetensors, need, noise
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -279,8 +279,11 @@ def test_H13_bad_input(mx: Mx, tmp_path: Path) -> None:
 def test_H13_unreadable(mx: Mx, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "m")
     (folder / "config.json").chmod(0)
-    # root without its right to read everything
-    prefix = ("setpriv", "--bounding-set=-dac_override,-dac_read_search") if os.geteuid() == 0 else ()
+    prefix: tuple[str, ...] = ()
+    if os.geteuid() == 0:
+        need("setpriv")
+        # root without its right to read everything
+        prefix = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")
     result = mx("hash", folder, prefix=prefix).exits(21)
     assert result.out == ""
     assert str(folder / "config.json") in result.err
