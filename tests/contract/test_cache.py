@@ -15,8 +15,9 @@ import pytest
 from tests.rig import cachecheck, mounts, servers
 from tests.support import MIB, Mx, Result, Running, capability, checkpoint_files, need, tree
 
-# Of each race, on each file system that a lie could break; the others see it once.
+# Of each race, where processes meet for real; the rest differs in single calls.
 ROUNDS = 5
+FEWER = 2
 STALE = ("-o", "attr_timeout=30,entry_timeout=30,negative_timeout=30")
 OTHER_NODE = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 Faults = Callable[..., dict[str, str]]
@@ -98,7 +99,7 @@ def make_place(
         return Place(mx, hub, mx.cache, (mx.cache,), rounds=ROUNDS)
     if kind == "nodes":
         need("pidns")
-        return Place(mx, hub, mx.cache, (mx.cache,), rounds=ROUNDS, nodes=True)
+        return Place(mx, hub, mx.cache, (mx.cache,), rounds=FEWER, nodes=True)
     if kind == "bindfs":
         need("bindfs")
         source = tmp_path / "source"
@@ -110,10 +111,10 @@ def make_place(
         options = {"HIDE": "1"} if kind == "hiding" else {}
         backing = tmp_path / "backing"
         mounted = stack.enter_context(mounts.cifuse(backing, tmp_path / "fuse", name_max=143, **options))
-        return Place(mx, hub, backing / "cache", (mounted / "cache",), rounds=2)
+        return Place(mx, hub, backing / "cache", (mounted / "cache",), rounds=FEWER)
     need("gcc")
     env = request.getfixturevalue("fault_env")(mx.cache, **FAULTS[kind])
-    return Place(mx, hub, mx.cache, (mx.cache,), env, rounds=ROUNDS if kind in PLACES else 1)
+    return Place(mx, hub, mx.cache, (mx.cache,), env, rounds=FEWER if kind in PLACES else 1)
 
 
 def after(place: Place, number: int, right: dict[str, str], *ends: Result) -> list[dict[str, Any]]:

@@ -230,7 +230,7 @@ def test_names_that_stay_hidden(mx: Mx, hub: servers.Hub, cifuse: Callable[..., 
     root = cifuse(HIDE="4")
     env = hub.env | {"MX_CACHE_DIR": str(root / "cache"), "MX_TTL": "20s"}
     ends = [one.wait() for one in [mx.start("prefetch", hub.uri, "--json", env=env) for _ in range(3)]]
-    assert roles(ends) == ["follower", "follower", "leader"]
+    assert roles(ends).count("leader") == 1
     late = mx("prefetch", hub.uri, "--json", env=env)
     assert roles([late]) == ["hit"]
     assert hub.bytes_served("model-0") == sum(len(data) for name, data in files.items() if name.startswith("model-0"))

@@ -59,6 +59,11 @@ def body(name: str, size: int, version: int = 0) -> bytes:
     return (block * (size // len(block) + 1))[:size]
 
 
+def rotten(data: bytes, flags: dict[str, str], gets: int) -> bytes:
+    """The body, or one whose last byte differs."""
+    return data[:-1] + bytes([data[-1] ^ 1]) if data and gets > int(flags.get("rot", gets)) else data
+
+
 @functools.lru_cache(64)
 def md5(name: str, size: int, version: int) -> str:
     return hashlib.md5(body(name, size, version)).hexdigest()
@@ -241,8 +246,7 @@ class Handler(BaseHTTPRequestHandler):
         gets = COUNTS.get(("get", self.path), 0) if self.is_head() else self.count("get")
         version = 1 if "flip" in flags and gets > int(flags["flip"]) else 0
         data = body(name, size, version)
-        if "rot" in flags and gets > int(flags["rot"]) and size:
-            data = data[:-1] + bytes([data[-1] ^ 1])
+        data = rotten(data, flags, gets)
         if "gzip" in flags:
             data = gzip.compress(data, 1)
         tag = md5(name, size, version)
@@ -394,7 +398,8 @@ class Handler(BaseHTTPRequestHandler):
         headers = {} if linked or "nocommit" in flags else {"X-Repo-Commit": sha}
         etag = None if flags.get("etag") == "none" else f'"{sha256 if is_lfs(name) else blob}"'
         st = path.stat()
-        self.reply(contents(str(path), st.st_size, st.st_mtime_ns), etag, flags, gets, headers)
+        data = rotten(contents(str(path), st.st_size, st.st_mtime_ns), flags, gets)
+        self.reply(data, etag, flags, gets, headers)
 
 
 class Server6(ThreadingHTTPServer):
