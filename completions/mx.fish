@@ -216,8 +216,8 @@ complete -c mx -n '__mx_at mx cache verify' -l quiet -s q -d 'only warnings and 
 complete -c mx -n '__mx_at mx cache verify' -l verbose -s v -d 'more on stderr; -vv for still more env MX_VERBOSE'
 complete -c mx -n '__mx_at mx cache verify' -l help -d 'Show the help and exit'
 complete -c mx -n '__mx_at mx cache verify' -F
-complete -c mx -n '__mx_at mx cache rm' -l yes -d 'remove; without it only say what would go env MX_YES'
-complete -c mx -n '__mx_at mx cache rm' -l force -d 'also what is pinned env MX_FORCE'
+complete -c mx -n '__mx_at mx cache rm' -l yes -d 'remove; without it only say what would go'
+complete -c mx -n '__mx_at mx cache rm' -l force -d 'also what is pinned'
 complete -c mx -n '__mx_at mx cache rm' -l cache-dir -d 'root of the shared cache env MX_CACHE_DIR' -x
 complete -c mx -n '__mx_at mx cache rm' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65' -x
 complete -c mx -n '__mx_at mx cache rm' -l ttl -d 'a leader that shows no progress for this long is replaced env MX_TTL; default 20' -x
@@ -236,7 +236,7 @@ complete -c mx -n '__mx_at mx cache rm' -l help -d 'Show the help and exit'
 complete -c mx -n '__mx_at mx cache rm' -F
 complete -c mx -n '__mx_at mx cache gc' -l keep-last -d 'newest revisions of each model to keep env MX_KEEP_LAST' -x
 complete -c mx -n '__mx_at mx cache gc' -l min-age -d 'keep what was published or used within this env MX_MIN_AGE' -x
-complete -c mx -n '__mx_at mx cache gc' -l yes -d 'remove; without it only say what would go env MX_YES'
+complete -c mx -n '__mx_at mx cache gc' -l yes -d 'remove; without it only say what would go'
 complete -c mx -n '__mx_at mx cache gc' -l cache-dir -d 'root of the shared cache env MX_CACHE_DIR' -x
 complete -c mx -n '__mx_at mx cache gc' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65' -x
 complete -c mx -n '__mx_at mx cache gc' -l ttl -d 'a leader that shows no progress for this long is replaced env MX_TTL; default 20' -x

@@ -23,7 +23,10 @@ class Stop:
         self._hooks: list[Callable[[], None]] = []
         self._timer: threading.Timer | None = None
         if timeout is not None:
-            reason = TimedOut(f"the command did not finish within --timeout ({timeout:g} s)")
+            reason = TimedOut(
+                f"the command did not finish within --timeout ({timeout:g} s)",
+                hint="run it again: it goes on from what is there",
+            )
             self._timer = threading.Timer(timeout, self.request, [reason])
             self._timer.daemon = True
             self._timer.start()

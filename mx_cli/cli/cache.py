@@ -76,7 +76,9 @@ def verify(
     context = session.context()
     session.cache_line(context.cache().root)
     files, size = cache.verify(context, models or ())
-    session.answer(f"{files} files, {units.size(size)}: all right", {"schema": 1, "files": files, "bytes": size})
+    session.answer(
+        f"{units.count(files, 'file')}, {units.size(size)}: all right", {"schema": 1, "files": files, "bytes": size}
+    )
 
 
 @app.command("rm")

@@ -34,6 +34,9 @@ ORIGIN = (
 TRANSFER = ("max_connections", "max_bandwidth", "range_size")
 ELECTION = ("wait", "ttl", "beat", "node_name", "namespace")
 
+CONSENT = ("--yes", "--force")
+"""What a person has to say each time: a variable that is left set must not remove anything."""
+
 _METAVARS = {"parse_size": "SIZE", "parse_duration": "DURATION", "_count": "N", "_path": "PATH", "_text": "TEXT"}
 
 Command = Callable[..., None]
@@ -70,6 +73,8 @@ def with_variable(annotation: Any) -> Any:
     names = [name.partition("/")[0] for name in (given.default, *(given.param_decls or ())) if isinstance(name, str)]
     longest = max(names, key=len)
     option = copy.copy(given)
+    if longest in CONSENT:
+        return annotation
     variable = str(option.envvar or "MX_" + longest.lstrip("-").replace("-", "_").upper())
     VARIABLES.add(variable)
     option.envvar, option.show_envvar = variable, False

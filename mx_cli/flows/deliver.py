@@ -21,17 +21,23 @@ from mx_cli.model.manifest import FileRecord
 LAST = (".json",)
 
 
+def place_of_link(path: Path) -> Path:
+    """Where the link will be. Raises UsageError when something that is not a symlink is there."""
+    path = Path(os.path.realpath(path.parent)) / path.name
+    if os.path.lexists(path) and not path.is_symlink():
+        raise UsageError(f"{path} exists and is not a symlink", hint="choose another --link, or move it away")
+    return path
+
+
 def link(target: Path, path: Path, root: Path) -> None:
     """Make `path` a symlink to the snapshot, in one step. Never replaces anything but a symlink.
 
     Relative when the link lies inside the cache root, so that the root can be mounted elsewhere.
     """
     # realpath: Path.resolve raises for links in a circle; making the directory then says what is wrong.
-    path = Path(os.path.realpath(path.parent)) / path.name
+    path = place_of_link(path)
     inside = path.is_relative_to(os.path.realpath(root))
     to = os.path.relpath(os.path.realpath(target), path.parent) if inside else str(target)
-    if os.path.lexists(path) and not path.is_symlink():
-        raise UsageError(f"{path} exists and is not a symlink", hint="choose another --link, or move it away")
     make_dirs(path.parent)
     temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
     try:

@@ -21,7 +21,7 @@ def identities(
     found: dict[str, str] = {}
     if revision:
         found["origin"] = identity.of_origin(uri, revision).id
-    if not wanted.prefixes or not wanted.weights <= rows.keys():
+    if not wanted.prefixes or not wanted.prefixes.keys() <= rows.keys():
         return found, "no tensor table of all weights"
     try:
         for index in wanted.indexes:

@@ -69,6 +69,8 @@ class Prefetch:
         self._led: list[tuple[str, int]] = []
 
     def run(self) -> Outcome:
+        if self._request.link:
+            deliver.place_of_link(self._request.link)
         try:
             for attempt in range(1, CHANGES + 1):
                 try:
@@ -284,8 +286,6 @@ class Prefetch:
             pairs = collisions(sorted(wanted.files))
             if pairs:
                 check_collisions(self._model.path, pairs)
-            if listing.ref and listing.revision:
-                self._model.write_ref(listing.ref, listing.revision)
         except FilesystemRefused as error:
             missing = self._offline_miss(listing, wanted).what.partition("not in the cache: ")[2]
             raise FilesystemRefused(f"{error.what}; missing in the cache: {missing}", hint=error.hint) from None
@@ -300,8 +300,6 @@ class Prefetch:
         leader = Leader(self._context, self._model, self._origin, listing, wanted, self._cache.root)
         with watching(self._context, leader):
             led: Led = leader.run(lease, term, revision, self._clock, self._cache.chosen)
-        if listing.ref and not listing.revision:
-            self._model.write_ref(listing.ref, revision)
         return self._finish(led.manifest, listing, wanted, "leader", led.fetched)
 
     def _tell(self, watch: Watch, lease: Lease, listing: Listing, wanted: Wanted) -> None:
@@ -331,16 +329,12 @@ class Prefetch:
         if self._request.verify:
             used = verify_snapshot(self._model, manifest, listing, self._context)
             self._context.notice(f"verified against {used}")
-        if listing.ref and not self._offline:
-            try:
-                self._model.write_ref(listing.ref, listing.revision)
-            except MxError:
-                self._context.notice("the cache is read-only here; nothing was written")
         self._context.notice("revalidated, not transferred")
         return self._finish(manifest, listing, wanted, "hit", 0)
 
     def _finish(self, manifest: Manifest, listing: Listing, wanted: Wanted, role: str, fetched: int) -> Outcome:
         self._model.mark_used(manifest.revision)
+        self._remember(listing, manifest.revision)
         self._deliver(manifest, listing, wanted)
         total = sum(record.size for record in manifest.files if record.path in wanted.files)
         return Outcome(
@@ -356,6 +350,14 @@ class Prefetch:
             clock=self._clock,
             retries=self._context.retries,
         )
+
+    def _remember(self, listing: Listing, revision: str) -> None:
+        """What the moving name means is worth knowing only once it is here: `--offline` leads to it."""
+        if listing.ref and not self._offline:
+            try:
+                self._model.write_ref(listing.ref, revision)
+            except MxError:
+                self._context.notice("the cache is read-only here; nothing was written")
 
     def _deliver(self, manifest: Manifest, listing: Listing, wanted: Wanted) -> None:
         request, source = self._request, self._model.snapshot(manifest.directory)
@@ -388,4 +390,4 @@ def listing_of(manifest: Manifest) -> Listing:
 def _amount(listing: Listing, wanted: Wanted) -> str:
     sizes = [entry.size for entry in listing.files if entry.path in wanted.files]
     unknown = " and what has no known size" if None in sizes else ""
-    return f"{len(sizes)} files, {units.size(sum(size or 0 for size in sizes))}{unknown}"
+    return f"{units.count(len(sizes), 'file')}, {units.size(sum(size or 0 for size in sizes))}{unknown}"

@@ -10,6 +10,7 @@ from typing import Any
 
 from mx_cli.base import units
 from mx_cli.model.manifest import Manifest
+from mx_cli.model.selection import is_weight
 from mx_cli.model.shard_index import Index
 
 
@@ -85,7 +86,9 @@ class Outcome:
         moved = f"{units.size(self.bytes_fetched)} fetched, {units.size(self.bytes_reused)} reused"
         rate = f" at {units.rate(self.bytes_fetched / clock.transfer)}" if self.bytes_fetched and clock.transfer else ""
         again = f"; {self.retries} {'retry' if self.retries == 1 else 'retries'}" if self.retries else ""
-        return f"{self.role}: {self.files} files, {moved}{rate}" + (f"; {phases}" if phases else "") + again
+        return (
+            f"{self.role}: {units.count(self.files, 'file')}, {moved}{rate}" + (f"; {phases}" if phases else "") + again
+        )
 
 
 @dataclass(frozen=True)
@@ -127,9 +130,9 @@ class Preview:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A resolved selection: the files that make one usable model.
+    """A resolved selection: the files that make one usable model, or more when more was asked for.
 
-    `prefixes` has the weight files among them, each with the prefix of its tensors' names; `indexes` are the shard
+    `prefixes` has the weight files of the model, each with the prefix of its tensors' names; `indexes` are the shard
     indexes that decided. `skipped` says in one line what was left out; empty when nothing was.
     """
 
@@ -140,7 +143,8 @@ class Wanted:
 
     @cached_property
     def weights(self) -> frozenset[str]:
-        return frozenset(self.prefixes)
+        """Every weight file among `files`, also those that the model does not need: an engine's glob would meet them."""
+        return frozenset(self.prefixes) | {path for path in self.files if is_weight(path)}
 
 
 @dataclass(frozen=True)

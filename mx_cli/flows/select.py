@@ -45,7 +45,7 @@ def _skipped(selection: Selection) -> str:
     shown = ", ".join(f"{path} ({reason})" for path, _, reason in selection.left_out[:SHOWN])
     more = len(selection.left_out) - SHOWN
     return (
-        f"left out {len(selection.left_out)} files, {units.size(selection.bytes_saved)} saved: {shown}"
+        f"left out {units.count(len(selection.left_out), 'file')}, {units.size(selection.bytes_saved)} saved: {shown}"
         + (f", and {more} more" if more > 0 else "")
         + " (--all takes everything)"
     )

@@ -18,6 +18,7 @@ from mx_cli.sources.s3_keys import Credentials, Expired, WrongRegion, signing
 from mx_cli.sources.sigv4 import Signer, encode_key, encode_query
 from mx_cli.sources.uri import Uri
 from mx_cli.sources.web import Reply
+from mx_cli.sources.wire import Head
 
 _PLAIN_BUCKET = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]")
 # Small objects have an ETag that is their MD5; asking each for more would take longer than fetching it.
@@ -102,7 +103,9 @@ class S3(WebOrigin):
             after = page.after
         # Keys with a slash at the end stand for folders that somebody made by hand.
         wanted = [found for found in objects if found.key.startswith(prefix) and not found.key.endswith("/")]
-        entries = side_by_side(lambda found: self._with_checksums(found, prefix), wanted)
+        asked = [found for found in wanted if found.announced and found.size >= _CHECKSUM_FROM]
+        stored = dict(zip(asked, side_by_side(self._stored, asked), strict=True))
+        entries = [self._listed(found, prefix, stored.get(found)) for found in wanted]
         return tuple(sorted(entries, key=lambda item: item.path.encode("utf-8", "surrogatepass")))
 
     def _page(self, prefix: str, after: dict[str, str]) -> Page:
@@ -110,15 +113,17 @@ class S3(WebOrigin):
         reply = self._ask("GET", "ListObjectsV2", "", query=query)
         return parse_page(reply.body, self._uri.shown)
 
-    def _with_checksums(self, found: Found, prefix: str) -> Entry:
-        listed = entry(found.key.removeprefix(prefix), found.key, found.size, found.etag, found.modified)
-        if not found.announced or found.size < _CHECKSUM_FROM:
-            return listed
+    def _stored(self, found: Found) -> Head | None:
+        """What the store keeps beside the object that the listing only announced; None when it may not be asked."""
         try:
-            head = self._head(found.key).head
+            return self._head(found.key).head
         except AccessDenied:
-            return listed
-        if head.status >= 300 or bare_tag(head.get("etag")) != listed.validator:
+            return None
+
+    @staticmethod
+    def _listed(found: Found, prefix: str, head: Head | None) -> Entry:
+        listed = entry(found.key.removeprefix(prefix), found.key, found.size, found.etag, found.modified)
+        if head is None or head.status >= 300 or bare_tag(head.get("etag")) != listed.validator:
             return listed
         return replace(listed, digests=stored_digests(head, dict(listed.digests)))
 

