@@ -60,8 +60,15 @@ def test_x05_help_is_light(mx: Mx, arguments: list[str]) -> None:
     assert heavy(modules, HEAVY) == set()
 
 
-def test_x05_config_is_light(mx: Mx) -> None:
-    assert heavy(loaded(mx, "config"), HEAVY) == set()
+@pytest.mark.parametrize("arguments", [["config"], ["status"], ["cache", "ls"]], ids=" ".join)
+def test_x05_looking_is_light(mx: Mx, arguments: list[str]) -> None:
+    unloved = set(HEAVY) - {"xxhash"}
+    assert heavy(loaded(mx, *arguments), unloved) == set()
+
+
+def test_x05_hash_needs_no_network(mx: Mx, tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", shards=1, size=10_000)
+    assert heavy(loaded(mx, "hash", model), set(HEAVY) - {"xxhash"}) == set()
 
 
 def test_x05_prefetch_loads_what_its_origin_needs(

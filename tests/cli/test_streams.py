@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.rig import servers
-from tests.support import MIB, Mx, Result, Running, capability, checkpoint_files, clean_env
+from tests.support import MIB, Mx, Result, Running, capability, checkpoint_files, clean_env, make_checkpoint
 
 PLAIN = {"MX_PROGRESS_EVERY": "300ms"}
 KEYS = [
@@ -51,11 +51,8 @@ def plain(text: str) -> None:
     "env",
     [
         {},
-        {"TERM": "dumb"},
-        {"TERM": "xterm-256color"},
-        {"NO_COLOR": "1"},
-        {"CI": "1"},
-        {"CI": "true", "TERM": "xterm", "FORCE_COLOR": "1"},
+        {"TERM": "dumb", "NO_COLOR": "1"},
+        {"CI": "true", "TERM": "xterm-256color", "FORCE_COLOR": "1"},
         {"COLUMNS": "20", "TERM": "xterm"},
     ],
     ids=str,
@@ -70,7 +67,7 @@ def test_x01_a_log_is_plain(mx: Mx, faultd: servers.Faultd, env: dict[str, str])
 def test_x01_lines_come_at_once_and_seldom(mx: Mx, faultd: servers.Faultd) -> None:
     """The first at once, then one in ten seconds or five percent, never more than ten a minute."""
     began = time.monotonic()
-    run = mx.start("prefetch", faultd.file("slow=1500000", 12_000_000, "x"))
+    run = mx.start("prefetch", faultd.file("slow=1500000", 7_000_000, "x"))
     run.wait_err("^cache /", timeout=20)
     run.wait_err(r"^transfer", timeout=20)
     assert time.monotonic() - began < 20
@@ -271,6 +268,37 @@ def test_x02_no_command_is_a_usage_error(mx: Mx) -> None:
     assert result.out == ""
     assert re.search(r"^hint: .*--help$", result.err, re.MULTILINE)
     assert result.err.count("\n") == 2
+
+
+COMMANDS = {
+    "hash": (["hash", "{model}"], ["hash", "{model}/nope"]),
+    "status": (["status"], ["status", "--ttl", "soon"]),
+    "cache ls": (["cache", "ls"], ["cache", "ls", "--nonsense"]),
+    "cache du": (["cache", "du"], ["cache", "du", "--nonsense"]),
+    "cache verify": (["cache", "verify"], ["cache", "verify", "file:///nope"]),
+    "cache gc": (["cache", "gc"], ["cache", "gc", "--min-age", "soon"]),
+    "cache rm": (["cache", "rm", "{model}", "--force"], ["cache", "rm", "file:///nope"]),
+    "cache unpin": (["cache", "unpin", "mine"], ["cache", "unpin", "nope"]),
+    "config": (["config"], ["config", "--config", "/nope"]),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_x02_every_command(mx: Mx, tmp_path: Path, command: str) -> None:
+    model = make_checkpoint(tmp_path / "model", shards=1, size=10_000)
+    mx("prefetch", model, "--pin", "mine").ok()
+    good, bad = ([word.format(model=model) for word in words] for words in COMMANDS[command])
+    document = json.loads(mx(*good, "--json").ok().out)
+    assert next(iter(document)) == "schema"
+    assert document["schema"] == 1
+    assert "error" not in document
+    failed = mx(*bad, "--json")
+    assert failed.code not in (0, 1), failed
+    assert failed.json()["error"]["code"] == failed.code
+    assert "mx: error: " in failed.err
+    text = mx(*bad)
+    assert (text.code, text.out) == (failed.code, "")
+    assert "Traceback" not in text.err
 
 
 @pytest.mark.parametrize("where", ["stdout", "stderr", "both"])

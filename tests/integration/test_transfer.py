@@ -59,9 +59,8 @@ def until_served(server: servers.Faultd, count: int, run: Running, timeout: floa
 # --- P-01, P-02: killed and run again ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["model.bin", "deep.gguf"])
-def test_p01_p02_killed_thrice_and_resumed(mx: Mx, faultd: servers.Faultd, name: str) -> None:
-    size = 24 * MIB
+def test_p01_p02_killed_thrice_and_resumed(mx: Mx, faultd: servers.Faultd) -> None:
+    size, name = 24 * MIB, "model.gguf"
     url = faultd.file("slow=4000000", size, name)
     for share in (0.2, 0.45, 0.7):
         run = mx.start("prefetch", url)
@@ -341,8 +340,16 @@ def test_p05_two_lengths_in_one_answer(mx: Mx, second: str, code: int) -> None:
         has(mx, result, {"m.bin": sha(data)})
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "model.bin", "model.gguf", "tokenizer.model"])
-@pytest.mark.parametrize("flags", ["html", "html,head405"])
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        ("html", "model.safetensors"),
+        ("html", "config.json"),
+        ("html,head405", "model.bin"),
+        ("html", "tokenizer.model"),
+        ("html,head405", "model.gguf"),
+    ],
+)
 def test_p06_a_page_with_status_200(mx: Mx, faultd: servers.Faultd, flags: str, name: str) -> None:
     refused(mx, mx("prefetch", faultd.file(flags, 1_000_000, name)), 16, "text/html", "bytes")
 
@@ -355,8 +362,19 @@ PAGES = {
 }
 
 
-@pytest.mark.parametrize("page", PAGES)
-@pytest.mark.parametrize("where", ["http", "s3", "hub", "file"])
+@pytest.mark.parametrize(
+    ("where", "page"),
+    [
+        ("http", "html"),
+        ("http", "zeros"),
+        ("s3", "xml"),
+        ("s3", "pointer"),
+        ("hub", "pointer"),
+        ("hub", "html"),
+        ("file", "pointer"),
+        ("file", "zeros"),
+    ],
+)
 def test_p06_something_else_under_the_name(
     mx: Mx, s3: servers.S3, hub: servers.Hub, page: str, where: str, tmp_path: Path
 ) -> None:
