@@ -249,6 +249,8 @@ class Prefetch:
                     except Deposed as error:
                         self._deposed(lease, term, listing.revision or f"{UNVERSIONED}-{term}", error)
                 following = 0
+                # A listing that is older than a lost claim must not make it be tried at full speed.
+                self._context.stop.wait(watch.pause())
                 continue
             following = view.term
             first = first or following
