@@ -42,12 +42,12 @@ def spread(numbers: list[int], slot: int, slots: int) -> int:
     return numbers[slot * (len(numbers) - 1) // (slots - 1)]
 
 
-def depose_and_wake(mx: Mx, origin: servers.Hub, env: dict[str, str]) -> None:
-    """The frozen leader's env is given; its successor is another process, which knows nothing of it."""
+def depose_and_wake(mx: Mx, origin: servers.Hub, env: dict[str, str], theirs: dict[str, str] | None = None) -> None:
+    """The env of the frozen leader, and what of it its successor has too."""
     times = origin.env | {"MX_TTL": "0.6s"}
     frozen = mx.start("prefetch", origin.uri, env=times | env)
     frozen.wait_stopped()
-    after = mx("prefetch", origin.uri, env=times | {"MX_BEAT": "0.2s"}).ok()
+    after = mx("prefetch", origin.uri, env=times | {"MX_BEAT": "0.2s"} | (theirs or {})).ok()
     check_finished(mx, after.out)
     frozen.send(signal.SIGCONT)
     woken = frozen.wait().ok()
@@ -62,15 +62,15 @@ def check_finished(mx: Mx, out: str) -> None:
     cachecheck.check_clean(mx.cache)
 
 
-@pytest.mark.parametrize("beat", ["0.2s", "60s"])
+@pytest.mark.parametrize(("beat", "faults"), [("0.2s", {}), ("60s", {"LINK": "EPERM"})], ids=["links", "no-links"])
 @pytest.mark.parametrize("slot", range(RENAMES))
 def test_frozen_before_a_rename(
-    slot: int, beat: str, mx: Mx, origin: servers.Hub, calls: list[list[str]], fault_env: Faults
+    slot: int, beat: str, faults: dict[str, str], mx: Mx, origin: servers.Hub, calls: list[list[str]], fault_env: Faults
 ) -> None:
     renames = [row for row in calls if row[2] == "rename"]
     leading = [n + 1 for n, row in enumerate(renames) if "/refs/" not in row[3] and "/models/" in row[3]]
-    env = fault_env(mx.cache, STOP_RENAME=spread(leading, slot, RENAMES))
-    depose_and_wake(mx, origin, env | {"MX_BEAT": beat})
+    env = fault_env(mx.cache, STOP_RENAME=spread(leading, slot, RENAMES), **faults)
+    depose_and_wake(mx, origin, env | {"MX_BEAT": beat}, fault_env(mx.cache, **faults))
 
 
 @pytest.mark.parametrize("slot", range(OTHERS))

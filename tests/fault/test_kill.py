@@ -83,10 +83,13 @@ def test_killed_while_another_waits(
     check_right(mx("prefetch", origin.uri, "--offline", env=origin.env))
 
 
-def test_ten_kills_leave_one_part(mx: Mx, origin: servers.Hub, points: list[int], fault_env: Faults) -> None:
+@pytest.mark.parametrize("faults", [{}, {"LINK": "EPERM"}], ids=["links", "no-links"])
+def test_ten_kills_leave_one_part(
+    faults: dict[str, str], mx: Mx, origin: servers.Hub, points: list[int], fault_env: Faults
+) -> None:
     """P-53 orphan-partials."""
     for slot in range(6, 33, 3):
-        mx("prefetch", origin.uri, env=origin.env | fault_env(mx.cache, KILL_AT=points[slot]))
+        mx("prefetch", origin.uri, env=origin.env | fault_env(mx.cache, KILL_AT=points[slot], **faults))
         cachecheck.check_parts(mx.cache)
         cachecheck.check_names(mx.cache, RIGHT)
     check_right(mx("prefetch", origin.uri, env=origin.env))

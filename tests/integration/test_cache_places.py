@@ -71,6 +71,22 @@ def test_a_volume_for_a_group(umask: str, inside: str, volume: Path, mx: Mx, hub
 
 
 @capability("root", "setpriv")
+def test_another_user_of_the_group_goes_on(volume: Path, mx: Mx, hub: servers.Hub) -> None:
+    """Where the first one was killed."""
+    files = checkpoint_files(shards=2, size=16 * MIB)
+    hub.commit(files)
+    hub.flags("slow=3000000")
+    env = hub.env | {"MX_CACHE_DIR": str(volume), "MX_PROGRESS_EVERY": "0.1s"}
+    running = mx.start("prefetch", hub.uri, env=env, prefix=user(1000, 3000))
+    running.wait_err("transfer +[4-8][0-9] %", 40)
+    running.kill()
+    hub.flags("ok")
+    result = mx("prefetch", hub.uri, "--json", env=env, prefix=user(2000, 3000)).ok().json()
+    assert tree(Path(result["dir"])) == cachecheck.sums(files)
+    assert result["bytes_fetched"] < 0.8 * result["bytes_total"]
+
+
+@capability("root", "setpriv")
 @pytest.mark.parametrize(("umask", "expected"), [("0022", {"d0755", "f0644"}), ("0027", {"d0750", "f0640"})])
 def test_elsewhere_the_umask_rules(umask: str, expected: set[str], tmp_path: Path, mx: Mx, hub: servers.Hub) -> None:
     hub.commit(FILES)
