@@ -10,7 +10,9 @@ _TOKEN = re.compile(
     re.IGNORECASE,
 )
 _QUERY_SECRET = re.compile(
-    r"((?:X-Amz-|X-Goog-|AWSAccessKeyId|Signature|token|sig|se|sp)[\w-]*=)[^&\s'\"]+", re.IGNORECASE
+    r"(?<![\w-])((?:X-Amz-[\w-]*|X-Goog-[\w-]*|[\w-]*(?:token|signature|password|secret|accesskeyid|api_?key)|sig|se|sp)=)"
+    r"[^&\s'\"]+",
+    re.IGNORECASE,
 )
 
 

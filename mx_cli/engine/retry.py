@@ -88,7 +88,8 @@ class Patience:
         if error.retry_after is not None:
             wait += error.retry_after
         if now + wait - self._since > self._retry_for:
-            spent = f"gave up after {self._attempts} tries in {now - self._since:.0f} s"
+            tries = f"{self._attempts} {'try' if self._attempts == 1 else 'tries'}"
+            spent = f"gave up after {tries} in {now - self._since:.0f} s"
             raise type(error)(
                 f"{error.what} ({spent}; --retry-for {self._retry_for:g}s)", hint=error.hint, via=error.via
             )

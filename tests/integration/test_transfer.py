@@ -696,6 +696,15 @@ def test_p16_a_server_that_accepts_and_says_nothing(mx: Mx, where: str) -> None:
     refused(mx, result, 12, "no byte for 0.5 s")
 
 
+def test_p16_a_limit_on_the_bandwidth_is_no_stall(mx: Mx, faultd: servers.Faultd) -> None:
+    size = 4 * MIB
+    env = {"MX_STALL_TIMEOUT": "700ms", "MX_RANGE_SIZE": "256KiB"}
+    result = mx("prefetch", faultd.file("ok", size, "x"), "--max-bandwidth", "1MiB", "--json", env=env)
+    document = has(mx, result, {"x": faultd.sum(size, "x")})
+    assert document["retries"] == 0
+    assert document["seconds"]["transfer"] > 2
+
+
 # --- P-20 and reruns ---------------------------------------------------------------------------------------------
 
 
