@@ -13,7 +13,7 @@ from mx_cli.base import redact
 from mx_cli.base.cancel import Stop
 from mx_cli.base.errors import AccessDenied, IntegrityError, MxError, NotFound, UsageError
 from mx_cli.model.manifest import Entry, Listing
-from mx_cli.sources.answers import Target
+from mx_cli.sources.answers import Target, refuse_html
 from mx_cli.sources.hub_token import find_token
 from mx_cli.sources.origin import Context, WebOrigin, no_versions, one_revision, side_by_side
 from mx_cli.sources.uri import Uri
@@ -97,7 +97,8 @@ class Hub(WebOrigin):
         rows = described.get("siblings") or siblings
         if not isinstance(rows, list) or not rows:
             raise NotFound(f"{self._shown(sha)}: the origin lists no files (neither `tree` nor `siblings` in its API)")
-        return list(_entries([{**row, "type": "file", "path": row.get("rfilename")} for row in rows]))
+        named = [row for row in rows if isinstance(row, dict)]
+        return list(_entries([{**row, "type": "file", "path": row.get("rfilename")} for row in named]))
 
     def _in_folder(self, files: list[Entry]) -> list[Entry]:
         folder = self._uri.path
@@ -130,7 +131,11 @@ class Hub(WebOrigin):
         return f"hf://{self._uri.place} at {revision}"
 
     def _get(self, url: str, allow: tuple[int, ...] = ()) -> Reply:
-        return self._web.request("GET", url, self._uri.shown, sign=self._sign, explain=self._explain, allow=allow)
+        shown = self._uri.shown
+        reply = self._web.request("GET", url, shown, sign=self._sign, explain=self._explain, allow=allow)
+        if reply.status == 200:
+            refuse_html(shown, url, reply.head)
+        return reply
 
     def _head(self, target: Target, *, follow: bool) -> Reply:
         moved = () if follow else (301, 302, 303, 307, 308)
@@ -179,7 +184,7 @@ def _document(reply: Reply) -> dict[str, Any]:
     """The answer's JSON object; an empty one for anything else, which is what a mirror without the API sends."""
     try:
         value = json.loads(reply.body) if reply.status == 200 else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 
@@ -187,7 +192,7 @@ def _document(reply: Reply) -> dict[str, Any]:
 def _rows(reply: Reply) -> list[Any] | None:
     try:
         value = json.loads(reply.body) if reply.status == 200 else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, list) else None
 
@@ -203,7 +208,7 @@ def _entries(rows: list[Any]) -> Iterator[Entry]:
         sha256 = str(lfs.get("oid") or lfs.get("sha256") or "").removeprefix("sha256:")
         digests = {"sha256": sha256} if re.fullmatch(r"[0-9a-f]{64}", sha256) else {}
         validator = sha256 or str(row.get("oid") or row.get("blobId") or "")
-        yield Entry(name, size if isinstance(size, int) else None, validator, digests=digests, key=name)
+        yield Entry(name, size if type(size) is int and size >= 0 else None, validator, digests=digests, key=name)
 
 
 def _order(entry: Entry) -> bytes:

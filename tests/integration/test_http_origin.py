@@ -458,6 +458,59 @@ def test_p21_a_hub_that_refuses(mx: Mx, hub: servers.Hub, flags: str, token: str
         assert ("present" in result.err) == bool(token)
 
 
+SHA = "a" * 40
+ANSWERS = {
+    "nothing": b"",
+    "no json": b"not json",
+    "a list": b"[]",
+    "no sha": b"{}",
+    "a number": b'{"sha": 5}',
+    "deep": b"[" * 100_000,
+    "no files": f'{{"sha":"{SHA}","siblings":[]}}'.encode(),
+    "no names": f'{{"sha":"{SHA}","siblings":[5,{{"x":1}},null,{{"rfilename":7}}]}}'.encode(),
+    "a way out": f'{{"sha":"{SHA}","siblings":[{{"rfilename":"../x"}}]}}'.encode(),
+    "an absolute path": f'{{"sha":"{SHA}","siblings":[{{"rfilename":"/etc/x"}}]}}'.encode(),
+}
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+def test_a_hub_that_answers_nonsense(mx: Mx, kind: str) -> None:
+    with scripted(lambda asked: asked.say(200, ANSWERS[kind], {"Content-Type": "application/json"})) as server:
+        result = mx("prefetch", "hf://org/model", env={"HF_ENDPOINT": server.url} | QUICK)
+    refused(mx, result, 16 if kind in ("a way out", "an absolute path") else 10)
+
+
+def test_p06_a_login_page_instead_of_the_hub(mx: Mx) -> None:
+    with scripted(
+        lambda asked: asked.say(200, b"<html>log in", {"Content-Type": "text/html; charset=utf-8"})
+    ) as server:
+        result = mx("prefetch", "hf://org/model", env={"HF_ENDPOINT": server.url} | QUICK)
+    refused(mx, result, 16, "text/html")
+
+
+LISTING = b"<ListBucketResult>%s</ListBucketResult>"
+PAGES = {
+    "nothing": (b"", 16),
+    "a page": (b"<html/>", 16),
+    "no objects": (LISTING % b"", 10),
+    "no size": (LISTING % b"<Contents><Key>m/a</Key></Contents>", 16),
+    "no way on": (LISTING % b"<IsTruncated>true</IsTruncated>", 16),
+    "a way out": (LISTING % b"<Contents><Key>m/../../x</Key><Size>1</Size></Contents>", 16),
+}
+
+
+@pytest.mark.parametrize("kind", PAGES)
+def test_a_store_that_answers_nonsense(mx: Mx, kind: str) -> None:
+    body, code = PAGES[kind]
+
+    def answer(asked: Asked) -> None:
+        asked.say(200, body, {"Content-Type": "application/xml"}) if "list-type" in asked.path else asked.say(404)
+
+    with scripted(answer) as server:
+        env = {"MX_ENDPOINT_URL": server.url, "MX_ANON": "1"} | QUICK
+        refused(mx, mx("prefetch", "s3://bucket/m", env=env), code)
+
+
 def test_p21_no_fallback_to_an_older_snapshot(mx: Mx, hub: servers.Hub) -> None:
     hub.commit({"config.json": b"{}"})
     mx("prefetch", hub.uri, env=hub.env).ok()
