@@ -178,9 +178,11 @@ class _Copy:
         end = item.end
         while end is None or self.position < end:
             until = (self.position // BLOCK + 1) * BLOCK
-            want = min(self._step, (until if end is None else min(until, end)) - self.position)
+            want = min(
+                self._step - self.position % self._step, (until if end is None else min(until, end)) - self.position
+            )
             view = buffer[:want] if isinstance(dest, File) else self._window(dest, want)
-            count = stream.read_into(view)
+            count = self._fill(stream, view, dest)
             if count == 0:
                 if end is None:
                     break
@@ -193,6 +195,20 @@ class _Copy:
                 self._tell(self._block())
                 self._told = time.monotonic()
         self.complete = True
+
+    def _fill(self, stream: Stream, view: memoryview, dest: Dest) -> int:
+        """Read until the view is full, the stream ends or a block is due: aligned writes make large pages of page cache."""
+        filled = stream.read_into(view)
+        while 0 < filled < len(view) and time.monotonic() - self._told < TELL_EVERY:
+            try:
+                count = stream.read_into(view[filled:])
+            except MxError:
+                self._place(dest, view[:filled])
+                raise
+            if count == 0:
+                break
+            filled += count
+        return filled
 
     def _window(self, dest: Host, want: int) -> memoryview:
         start = self.position - self._flight.item.offset

@@ -32,13 +32,14 @@ from mx_cli.flows.request import Clock, Led, Wanted
 from mx_cli.model.digest import FILE_DTYPE, TensorDigest
 from mx_cli.model.manifest import Entry, FileRecord, Listing, Manifest, selection_digest
 from mx_cli.model.selection import RULES_VERSION
-from mx_cli.plan.ranges import pieces, total
+from mx_cli.plan.ranges import Span, interleave, pieces, total
 from mx_cli.sinks.files import FileSink, Opened
 from mx_cli.sources.registry import OpenOrigin
 
 LARGE = 1 << 20
 MANY_SMALL = 64
 INTEGRITY_TRIES = 2
+START_WIDTH = 2
 TERM_CHECK_EVERY = 0.1
 UNVERSIONED = "none"
 
@@ -213,7 +214,7 @@ class Leader:
             self._clock.verify += time.monotonic() - start
             start, meter.phase = time.monotonic(), "transfer"
             source = Lifted(self._origin, Throttle(settings.max_bandwidth) if settings.max_bandwidth else None)
-            limits = Limits(settings.retry_for, settings.stall_timeout, 2 * cores(), settings.max_connections)
+            limits = Limits(settings.retry_for, settings.stall_timeout, START_WIDTH * cores(), settings.max_connections)
             gate = self._context.gates[self._origin.caps.host]
             transfer = Transfer(source, sink, limits, gate, meter, self._work, self._context.on_retry)
             transfer.run(items)
@@ -230,17 +231,9 @@ class Leader:
         need = sum(max(0, (e.size or 0) - parts.allocated(e)) for e in entries)
         check_space(self._root, need, len(entries) - len(have), chosen=chosen)
         size = min(self._context.settings.range_size, self._origin.caps.item_size)
-        items = []
-        for entry in sorted(entries, key=lambda e: ((e.size or 0) > size, e.path)):
-            spans = have.get(entry.path, [])
-            self.meter.have(total(spans))
-            if entry.size is None or not entry.validator:
-                items.append(ReadItem(entry, 0, entry.size, whole=True))
-                continue
-            # A file with nothing left to read has to be verified in its turn: an item of no bytes.
-            todo = pieces(entry.size, spans, size) or [(entry.size, entry.size)]
-            items += [ReadItem(entry, start, end - start) for start, end in todo]
-        return items
+        self.meter.have(sum(map(total, have.values())))
+        in_order = sorted(entries, key=lambda e: ((e.size or 0) > size, e.path))
+        return list(interleave((items_of(e, have.get(e.path, []), size) for e in in_order), START_WIDTH * cores()))
 
     def _open(self, entry: Entry, parts: Parts) -> Opened:
         part = parts.open(entry)
@@ -360,6 +353,18 @@ class Leader:
             version=VERSION,
             created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         )
+
+
+def items_of(entry: Entry, have: Sequence[Span], size: int) -> list[ReadItem]:
+    """What has to be read of a file, in items of at most `size` bytes: all that `have` lacks.
+
+    In one piece from its beginning where nothing could prove that two pieces are of one version. A file with nothing left
+    to read has to be verified in its turn: an item of no bytes.
+    """
+    if entry.size is None or not entry.validator:
+        return [ReadItem(entry, 0, entry.size, whole=True)]
+    todo = pieces(entry.size, have, size) or [(entry.size, entry.size)]
+    return [ReadItem(entry, start, end - start) for start, end in todo]
 
 
 def rows_of(manifest: Manifest, path: str, name: str) -> list[TensorDigest] | None:

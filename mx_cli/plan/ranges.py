@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
 
 Span = tuple[int, int]
 """(start, end), end excluded."""
@@ -46,6 +50,25 @@ def split(span: Span, piece: int) -> Iterator[Span]:
 def pieces(size: int, have: Iterable[Span], piece: int) -> list[Span]:
     """The missing bytes of a file in pieces of at most `piece` bytes, in order; their union with `have` is exactly [0, size)."""
     return [part for gap in gaps(size, have) for part in split(gap, piece)]
+
+
+def interleave(rows: Iterable[Iterable[T]], width: int) -> Iterator[T]:
+    """One of each row in turn, at most `width` rows at a time; the next row enters when one has ended.
+
+    Two writers of one file wait for each other (the kernel locks a file for each write); writers of different files don't.
+    """
+    waiting = iter(rows)
+    active: deque[Iterator[T]] = deque()
+    while True:
+        while len(active) < width and (row := next(waiting, None)) is not None:
+            active.append(iter(row))
+        if not active:
+            return
+        current = active.popleft()
+        for value in current:
+            yield value
+            active.append(current)
+            break
 
 
 def total(spans: Iterable[Span]) -> int:
