@@ -48,6 +48,7 @@ class Session:
         self.resolved: Resolved
         self.stop: Stop
         self._renderer: Renderer | None = None
+        self._found: dict[signal.Signals, Any] = {}
         self._warnings = 0
         self._answered = ""
         self.failed_document: Mapping[str, Any] = {}
@@ -81,8 +82,7 @@ class Session:
         )
         self._renderer = Renderer(self.settings, quiet=self._quiet, verbose=self._verbose, run=os.urandom(4).hex())
         self.stop = Stop(self.settings.timeout)
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, self._on_signal)
+        self._found = {signum: signal.signal(signum, self._on_signal) for signum in (signal.SIGINT, signal.SIGTERM)}
         for notice in self.resolved.notices:
             self._renderer.warning(notice)
 
@@ -129,8 +129,9 @@ class Session:
     def prepare_exec(self) -> None:
         """Before another program takes this process over."""
         self._termination(self._answered)
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, signal.SIG_DFL)
+        # What the caller ignored stays ignored. Python ignores the last two by itself, and programs would inherit that.
+        for signum, found in (self._found | dict.fromkeys((signal.SIGPIPE, signal.SIGXFSZ))).items():
+            signal.signal(signum, signal.SIG_IGN if found == signal.SIG_IGN else signal.SIG_DFL)
 
     # -- ends ----------------------------------------------------------------------------------------------------
 
