@@ -6,17 +6,20 @@ import contextlib
 import json
 import os
 import secrets
+import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from mx_cli.base import canonical
+from mx_cli.base.config import Settings
 from mx_cli.base.errors import FilesystemRefused, UsageError
 from mx_cli.base.oserrors import explain
 from mx_cli.cache.layout import Cache, Model, make_dirs, ref_file, sync_directory, write_atomic
 from mx_cli.cache.reuse import duplicate
-from mx_cli.model.manifest import FileRecord
+from mx_cli.model.manifest import FileRecord, Manifest
+from mx_cli.model.paths import fault
 
 LAST = (".json",)
 
@@ -49,22 +52,23 @@ def link(target: Path, path: Path, root: Path) -> None:
         raise explain(error, f"linking {path}") from None
 
 
-def copy_to(source: Path, records: list[FileRecord], directory: Path) -> None:
+def copy_to(source: Path, records: list[FileRecord], directory: Path, check: Callable[[], None]) -> None:
     """Fill `directory` with the snapshot's files: hard links, else clones, else copies. Foreign files stay untouched.
 
     Files that are there and are the same are left; weights come before the small files that name them, so that whoever
-    waits for `config.json` or an index finds everything. Idempotent.
+    waits for `config.json` or an index finds everything. Idempotent. `check` is called often and may raise to stop.
     """
     make_dirs(directory)
     touched = {directory}
     for record in sorted(records, key=lambda r: (r.path.endswith(LAST), r.path)):
+        check()
         origin, target = source / record.path, directory / record.path
-        if _same(origin, target, record):
+        if _same(origin, target, record, check):
             continue
         if target.is_dir():
             raise FilesystemRefused(f"{target} is a directory, where a file of the checkpoint belongs")
         make_dirs(target.parent)
-        duplicate(origin, target)
+        duplicate(origin, target, moved=check)
         touched.add(target.parent)
     for place in touched:
         try:
@@ -73,20 +77,21 @@ def copy_to(source: Path, records: list[FileRecord], directory: Path) -> None:
             raise explain(error, f"syncing {place}") from None
 
 
-def _same(origin: Path, target: Path, record: FileRecord) -> bool:
+def _same(origin: Path, target: Path, record: FileRecord, check: Callable[[], None]) -> bool:
     try:
         info = os.stat(target, follow_symlinks=False)
     except OSError:
         return False
     if os.path.samestat(info, os.stat(origin)):
         return True
-    if info.st_size != record.size:
+    if not stat.S_ISREG(info.st_mode) or info.st_size != record.size:
         return False
     from mx_cli.engine.verify import WholeDigest
 
     whole = WholeDigest()
     with open(target, "rb") as file:
         while data := file.read(1 << 20):
+            check()
             whole.update(memoryview(data))
     whole.finish()
     return whole.value == record.xxh3
@@ -105,19 +110,33 @@ def pin(model: Model, name: str, revision: str, directory: str) -> None:
     write_atomic(model.pins / f"{ref_file(name)}.json", canonical.dumps(data))
 
 
-def hf_view(
-    cache: Cache, uri: str, revision: str, ref: str, source: Path, records: list[FileRecord], hub: Path
-) -> Path:
-    """Show a hub snapshot in the Hugging Face cache layout, by hard links only. Returns the snapshot's directory there.
+def check_hub(uri: str) -> None:
+    """UsageError for an origin that is no hub's: the Hugging Face layout has no place for it."""
+    if not uri.startswith("hf://"):
+        raise UsageError(f"--hf-cache is for hf:// origins, not {uri}")
+
+
+def hub_cache(given: Path, settings: Settings) -> Path:
+    """The Hugging Face cache that was asked for; for an empty path the one that its own tools would use."""
+    if str(given) not in ("", "."):
+        return given.expanduser().absolute()
+    home = settings.hf_home or (settings.home or Path("/")) / ".cache" / "huggingface"
+    return settings.hf_hub_cache or home / "hub"
+
+
+def hf_view(cache: Cache, manifest: Manifest, ref: str, source: Path, records: list[FileRecord], hub: Path) -> None:
+    """Show a hub snapshot in the Hugging Face cache layout, by hard links only: a second copy is no view.
 
         hub/models--ORG--NAME/refs/<ref>   snapshots/<commit>/<files>
 
-    Raises UsageError for another origin, FilesystemRefused where hard links are not possible: a second copy is no view.
+    `ref` is the branch that was asked for, if one was. Raises FilesystemRefused where hard links are not possible.
     """
-    if not uri.startswith("hf://"):
-        raise UsageError(f"--hf-cache is for hf:// origins, not {uri}")
-    repository = hub / ("models--" + uri.removeprefix("hf://").replace("/", "--"))
-    snapshot = repository / "snapshots" / revision
+    *names, folder = (*manifest.uri.removeprefix("hf://").split("/", 2), "")[:3]
+    if [path for path, _ in manifest.listing] == [folder.rpartition("/")[2]]:
+        # The URI names one file, which the listing has without its folder.
+        folder = folder.rpartition("/")[0]
+    repository = hub / "--".join(["models", *names])
+    snapshot = repository / "snapshots" / manifest.revision / folder
     for record in records:
         target = snapshot / record.path
         make_dirs(target.parent)
@@ -135,7 +154,9 @@ def hf_view(
         finally:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
+    # The client's own tools take a repository without them for a broken one.
+    make_dirs(repository / "blobs")
     make_dirs(repository / "refs")
-    if ref:
-        write_atomic(repository / "refs" / ref.replace("/", "--"), revision.encode())
-    return snapshot
+    if ref and not fault(ref):
+        make_dirs((repository / "refs" / ref).parent)
+        write_atomic(repository / "refs" / ref, manifest.revision.encode())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 from mx_cli.base import units
 from mx_cli.base.errors import (
@@ -71,6 +70,8 @@ class Prefetch:
     def run(self) -> Outcome:
         if self._request.link:
             deliver.place_of_link(self._request.link)
+        if self._request.hf_cache is not None:
+            deliver.check_hub(self._origin.uri)
         try:
             for attempt in range(1, CHANGES + 1):
                 try:
@@ -328,17 +329,16 @@ class Prefetch:
         return f"{manifest.selection}.json" in names(self._model.manifests(manifest.revision))
 
     def _hit(self, manifest: Manifest, listing: Listing, wanted: Wanted) -> Outcome:
-        if self._request.verify:
-            used = verify_snapshot(self._model, manifest, listing, self._context)
-            self._context.notice(f"verified against {used}")
         self._context.notice("revalidated, not transferred")
         return self._finish(manifest, listing, wanted, "hit", 0)
 
     def _finish(self, manifest: Manifest, listing: Listing, wanted: Wanted, role: str, fetched: int) -> Outcome:
+        total = sum(record.size for record in manifest.files if record.path in wanted.files)
         self._model.mark_used(manifest.revision)
+        if self._request.verify and fetched < total:
+            self._verify(manifest, listing)
         self._remember(listing, manifest.revision)
         self._deliver(manifest, listing, wanted)
-        total = sum(record.size for record in manifest.files if record.path in wanted.files)
         return Outcome(
             uri=self._origin.uri,
             revision=manifest.revision,
@@ -352,6 +352,13 @@ class Prefetch:
             clock=self._clock,
             retries=self._context.retries,
         )
+
+    def _verify(self, manifest: Manifest, listing: Listing) -> None:
+        """What this process did not fetch, it has not seen: hash it."""
+        start = time.monotonic()
+        used = verify_snapshot(self._model, manifest, listing, self._context)
+        self._clock.verify += time.monotonic() - start
+        self._context.notice(f"verified against {used}")
 
     def _remember(self, listing: Listing, revision: str) -> None:
         """What the moving name means is worth knowing only once it is here: `--offline` leads to it."""
@@ -367,21 +374,13 @@ class Prefetch:
         if request.pin:
             deliver.pin(self._model, request.pin, manifest.revision, manifest.directory)
         if request.hf_cache is not None:
-            hub = self._hub_cache(request.hf_cache)
-            deliver.hf_view(self._cache, manifest.uri, manifest.revision, listing.ref, source, records, hub)
+            hub = deliver.hub_cache(request.hf_cache, self._context.settings)
+            ref = "" if self._pinned else self._ref
+            deliver.hf_view(self._cache, manifest, ref, source, records, hub)
         if request.to:
-            deliver.copy_to(source, records, request.to)
+            deliver.copy_to(source, records, request.to, self._context.stop.check)
         if request.link:
             deliver.link(source, request.link, self._cache.root)
-
-    def _hub_cache(self, given: Path) -> Path:
-        settings = self._context.settings
-        if str(given) not in ("", "."):
-            return given.expanduser().absolute()
-        if settings.hf_hub_cache:
-            return settings.hf_hub_cache
-        home = settings.hf_home or (settings.home or Path("/")) / ".cache" / "huggingface"
-        return home / "hub"
 
 
 def listing_of(manifest: Manifest) -> Listing:
