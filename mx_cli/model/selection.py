@@ -33,7 +33,7 @@ from mx_cli.model.paths import check_paths, collisions
 from mx_cli.model.shard_index import Index, check_complete, check_index, is_index, read_index
 
 __all__ = [
-    "RULES_VERSION", "Index", "Selection", "check_index", "check_paths", "collisions", "index_files", "read_index", "select", "is_weight",
+    "RULES_VERSION", "Index", "Selection", "check_index", "check_paths", "collisions", "index_files", "read_index", "select",
 ]  # fmt: skip
 
 RULES_VERSION = 1
