@@ -316,4 +316,4 @@ def test_p61_archives_stay_closed(mx: Mx, s3: servers.S3Stub) -> None:
     assert tree(Path(mx("prefetch", s3.uri("m"), env=s3.env).ok().out.strip())) == cachecheck.sums(files)
     one = mx("prefetch", s3.uri("m/model.zip"), env=s3.env).ok().out.strip()
     assert tree(Path(one)) == cachecheck.sums({"model.zip": files["model.zip"]})
-    assert not [path for path in mx.cache.parent.rglob("evil*")]
+    assert not list(mx.cache.parent.rglob("evil*"))
