@@ -152,7 +152,10 @@ class Hub(WebOrigin):
         return Target(url, what, self._sign, pinned={"x-repo-commit": entry.version}, explain=self._explain)
 
     def _sign(self, method: str, url: str, headers: dict[str, str]) -> dict[str, str]:
-        return {**headers, "Authorization": f"Bearer {self._token}"} if self._token else headers
+        # A listing may name its next page at another host: the token is not for that one.
+        if not self._token or urlsplit(url).hostname != urlsplit(self._endpoint).hostname:
+            return headers
+        return {**headers, "Authorization": f"Bearer {self._token}"}
 
     def _explain(self, what: str, head: Head, body: bytes) -> MxError | None:
         """What the hub's own error codes mean. It says 401 also for what doesn't exist, to those it doesn't know."""
