@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 import zlib
 from collections.abc import Iterable
@@ -67,7 +68,7 @@ class Journal:
 
 def claims(staging: Path, before: int) -> dict[str, list[Claim]]:
     """All claims of terms lower than `before`, by part id, without duplicates."""
-    found: dict[str, dict[tuple[int, int, str], Claim]] = {}
+    found: dict[str, set[Claim]] = {}
     for name in names(staging):
         head, _, term = name.partition(".")
         if head != "journal" or not term.isdigit() or int(term) >= before:
@@ -79,8 +80,8 @@ def claims(staging: Path, before: int) -> dict[str, list[Claim]]:
         for line in data.split(b"\n"):
             claim = _parse(line)
             if claim:
-                found.setdefault(claim.part, {})[claim.offset, claim.length, claim.digest] = claim
-    return {part: list(by_place.values()) for part, by_place in found.items()}
+                found.setdefault(claim.part, set()).add(claim)
+    return {part: sorted(known, key=lambda claim: claim.offset) for part, known in found.items()}
 
 
 def _line(claim: Claim) -> bytes:
@@ -95,6 +96,7 @@ def _parse(line: bytes) -> Claim | None:
         if len(fields) != 4 or int(crc, 16) != zlib.crc32(body):
             return None
         part, offset, length, digest = (field.decode("ascii") for field in fields)
-        return Claim(part, int(offset), int(length), digest)
+        # Hundreds of thousands of claims share few parts.
+        return Claim(sys.intern(part), int(offset), int(length), digest)
     except ValueError:
         return None
