@@ -73,7 +73,7 @@ def test_killed_while_another_waits(
 ) -> None:
     env = origin.env | {"MX_TTL": "30s"}
     leader = mx.start("prefetch", origin.uri, env=env | fault_env(mx.cache, STOP_AT=points[slot]))
-    leader.wait_stopped()
+    cachecheck.stops(leader)
     check_after_kill(mx, origin)
     follower = mx.start("prefetch", origin.uri, env=env)
     follower.wait_err("^revision")

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.support import Running
 
 
 def sums(files: Mapping[str, bytes]) -> dict[str, str]:
@@ -30,6 +35,17 @@ def check_manifests(cache: Path) -> None:
         snapshot = path.parents[2] / "snapshots" / manifest["directory"]
         for record in manifest["files"]:
             assert (snapshot / record["path"]).stat().st_size == record["size"], f"{path}: {record['path']}"
+
+
+def stops(running: Running, timeout: float = 30) -> bool:
+    """Blocks until a process is stopped by fault.c. False when it ended before: no two runs make the same number of calls."""
+    deadline = time.monotonic() + timeout
+    while running.process.poll() is None:
+        if Path(f"/proc/{running.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
+            return True
+        assert time.monotonic() < deadline, running.stderr
+        time.sleep(0.01)
+    return False
 
 
 def parts(cache: Path) -> list[str]:
