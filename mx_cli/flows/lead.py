@@ -278,9 +278,12 @@ class Leader:
         self.meter.file_done()
 
     def _sync(self, entry: Entry, fd: int, parts: Parts) -> None:
+        start = time.monotonic()
         try:
             with self.meter.bounded(WAIT_LIMIT):
                 os.fsync(fd)
+            with self._lock:
+                self._clock.fsync += time.monotonic() - start
         except OSError:
             # The page cache goes on showing what never reached the disk: the next run must not believe it.
             parts.void(entry)

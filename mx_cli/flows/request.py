@@ -33,16 +33,21 @@ class Request:
 
 @dataclass
 class Clock:
-    """Seconds of each phase."""
+    """Seconds of each phase. `fsync` is what threads waited for the disk, side by side with other phases."""
 
     resolve: float = 0.0
     wait: float = 0.0
     transfer: float = 0.0
     verify: float = 0.0
     publish: float = 0.0
+    fsync: float = 0.0
 
     def to_json(self) -> dict[str, float]:
-        return {name: round(value, 3) for name, value in vars(self).items()}
+        return {name: round(value, 3) for name, value in self.phases().items()}
+
+    def phases(self) -> dict[str, float]:
+        """The phases that follow one another; their sum is the time of the whole."""
+        return {name: value for name, value in vars(self).items() if name != "fsync"}
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,7 @@ class Outcome:
             "bytes_reused": self.bytes_reused,
             "files": self.files,
             "seconds": self.clock.to_json(),
+            "fsync_seconds": round(self.clock.fsync, 3),
             "retries": self.retries,
             **self.notes,
         }
@@ -82,7 +88,7 @@ class Outcome:
     def summary(self) -> str:
         """One line with bytes and seconds of each phase."""
         clock = self.clock
-        phases = ", ".join(f"{name} {units.duration(value)}" for name, value in vars(clock).items() if value >= 0.05)
+        phases = ", ".join(f"{name} {units.duration(value)}" for name, value in clock.phases().items() if value >= 0.05)
         moved = f"{units.size(self.bytes_fetched)} fetched, {units.size(self.bytes_reused)} reused"
         rate = f" at {units.rate(self.bytes_fetched / clock.transfer)}" if self.bytes_fetched and clock.transfer else ""
         again = f"; {self.retries} {'retry' if self.retries == 1 else 'retries'}" if self.retries else ""

@@ -146,6 +146,9 @@ def _large(name: str, s3: S3, place: Path, runs: int, bar: float, extra: dict[st
     ]
     for phase in ("resolve", "verify", "publish"):
         rows.append(Row(f"{name} {phase}", median(ours, _phase(phase)), "s"))
+    rows.append(
+        Row(f"{name} fsync, beside the rest", median(ours, lambda one: json.loads(one.out)["fsync_seconds"]), "s")
+    )
     starting = median(ours, lambda one: one.wall - sum(json.loads(one.out)["seconds"].values()))
     return [*rows, Row(f"{name} start-up and the rest", starting, "s")]
 

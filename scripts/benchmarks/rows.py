@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+LIMIT = 600.0
+
 
 @dataclasses.dataclass(frozen=True)
 class Row:
@@ -78,7 +80,11 @@ def run(command: Sequence[str | Path], env: Mapping[str, str], cwd: Path | None 
         text=True,
     ) as process:
         peak = _Peak(process.pid)
-        out, err = process.communicate()
+        try:
+            out, err = process.communicate(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, err = process.communicate()
         wall = time.monotonic() - start
         rss = peak.end()
     after = os.times()
