@@ -17,6 +17,7 @@ from mx_cli.cache.layout import Cache, Model
 from mx_cli.cache.lease import Lease
 from mx_cli.cache.snapshots import Snapshots
 from mx_cli.engine.retry import Gates
+from mx_cli.model.manifest import store_ref
 from mx_cli.sources.registry import OpenOrigin, open_origin
 
 
@@ -93,6 +94,6 @@ def is_immutable(uri: str, revision: str) -> bool:
     return bool(revision) and (not uri.startswith("hf://") or bool(_COMMIT.fullmatch(revision)))
 
 
-def moving_name(uri: str, revision: str) -> str:
+def moving_name(uri: str, revision: str, version_id: str = "") -> str:
     """The moving name that stands for `revision`, or for none given, in the cache's refs."""
-    return revision or ("main" if uri.startswith("hf://") else "latest")
+    return revision or ("main" if uri.startswith("hf://") else store_ref(version_id))

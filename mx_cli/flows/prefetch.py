@@ -123,7 +123,7 @@ class Prefetch:
 
     @property
     def _ref(self) -> str:
-        return moving_name(self._origin.uri, self._revision)
+        return moving_name(self._origin.uri, self._revision, self._request.version_id or "")
 
     def listing(self, *, writes: bool = True) -> Listing:
         """What the origin holds: from the cache when the revision is pinned and known, or offline; else from the origin."""

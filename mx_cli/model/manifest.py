@@ -50,6 +50,11 @@ class Listing:
     ref: str = ""
 
 
+def store_ref(version_id: str = "") -> str:
+    """The name for what a store without branches holds now, or for one version of an object."""
+    return f"version {version_id}" if version_id else "latest"
+
+
 def revision_of(entries: Iterable[Entry]) -> str:
     """SHA-256 over the canonical `[key, size, validator]` rows, sorted by the keys' bytes: the revision of a plain store."""
     rows = sorted(([e.path, e.size, e.validator] for e in entries), key=lambda row: str(row[0]).encode())

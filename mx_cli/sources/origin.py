@@ -13,7 +13,7 @@ from mx_cli.base.config import Settings
 from mx_cli.base.errors import IntegrityError, NotFound, Unreachable, UsageError
 from mx_cli.engine.ports import OnRetry, Reader, ReadItem, SourceCaps, Stream
 from mx_cli.engine.retry import Gate, Gates, patiently
-from mx_cli.model.manifest import Entry, Listing
+from mx_cli.model.manifest import Entry, Listing, store_ref
 from mx_cli.sources.answers import Target
 from mx_cli.sources.uri import Uri
 from mx_cli.sources.web import Web
@@ -114,10 +114,10 @@ def read_small(reader: Reader, entry: Entry, limit: int, context: Context) -> by
 def at_revision(listing: Listing, wanted: str | None, shown: str, version_id: str = "") -> Listing:
     """`listing`, if it is what was wanted: an origin without history has one revision, the present one.
 
-    A version id picks an old object, so what it gives is not the latest.
+    A version id picks an old object, so what it gives is not the latest, but has a name of its own.
     """
     if not wanted:
-        return listing if version_id else dataclasses.replace(listing, ref="latest")
+        return dataclasses.replace(listing, ref=store_ref(version_id))
     if listing.revision != wanted:
         raise NotFound(
             f"{shown}: revision not found (expected {wanted}, the origin now holds {listing.revision or 'an unknown one'})",

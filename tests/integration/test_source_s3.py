@@ -327,7 +327,7 @@ def test_p60_versions(s3: servers.S3) -> None:
         read(origin, listing.files[0])
     origin, listing = listed(s3, "m/x.bin", version_id=first)
     assert listing.files[0].version == first
-    assert listing.ref == ""
+    assert listing.ref == f"version {first}"
     assert read(origin, listing.files[0]) == b"one"
     with pytest.raises(NotFound, match="version id"):
         listed(s3, "m", version_id=first)
