@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
 
@@ -66,6 +67,8 @@ def prefetch(
         preview = flow.preview(request, context)
         session.answer(preview.text(), preview.to_json())
         return
+    if cmd:
+        _check_program(cmd[0], session.resolved.environ)
     outcome = flow.prefetch(request, context)
     _report(session, outcome, result, bool(cmd))
     if cmd:
@@ -85,6 +88,17 @@ def _report(session: Session, outcome: Outcome, result: str | None, has_command:
         session.conclude(str(outcome.directory))
     else:
         session.answer(str(outcome.directory), document)
+
+
+def _check_program(name: str, environ: Mapping[str, str]) -> None:
+    """A misspelt program is found before the download, unless it is to come with it."""
+    from mx_cli.base.errors import UsageError
+
+    if "{}" in name:
+        return
+    places = [""] if "/" in name else os.get_exec_path(environ)
+    if not any(os.access(os.path.join(place, name), os.X_OK) for place in places):
+        raise UsageError(f"cannot run {name}: no such program", hint="check the name after --, and PATH")
 
 
 def _become(session: Session, cmd: list[str], outcome: Outcome) -> None:

@@ -127,7 +127,8 @@ class Session:
         self._answered = final
 
     def prepare_exec(self) -> None:
-        """Before another program takes this process over."""
+        """Before another program takes this process over. Raises FinishedWithWarnings when --strict refuses them."""
+        self._check_warnings()
         self._termination(self._answered)
         # What the caller ignored stays ignored. Python ignores the last two by itself, and programs would inherit that.
         for signum, found in (self._found | dict.fromkeys((signal.SIGPIPE, signal.SIGXFSZ))).items():
@@ -139,11 +140,16 @@ class Session:
         if self._renderer:
             self._renderer.close()
         self._termination(self._answered)
-        if self._warnings and self.settings.strict:
-            error = FinishedWithWarnings(f"{self._warnings} warnings, and --strict")
+        try:
+            self._check_warnings()
+        except FinishedWithWarnings as error:
             self._say(error)
             return error.exit_code
         return 0
+
+    def _check_warnings(self) -> None:
+        if self._warnings and self.settings.strict:
+            raise FinishedWithWarnings(f"{self._warnings} warnings, and --strict")
 
     def _fail(self, error: MxError, bug: BaseException | None = None) -> int:
         if self._renderer:
