@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import stat
 import time
@@ -16,12 +17,15 @@ from mx_cli.base import canonical
 from mx_cli.base.config import Settings
 from mx_cli.base.errors import FilesystemRefused, UsageError
 from mx_cli.base.oserrors import explain
-from mx_cli.cache.layout import Cache, Model, make_dirs, ref_file, sync_directory, write_atomic
+from mx_cli.cache.layout import Cache, Model, make_dirs, names, ref_file, sync_directory, write_atomic
 from mx_cli.cache.reuse import duplicate
 from mx_cli.model.manifest import FileRecord, Manifest
 from mx_cli.model.paths import fault
 
 LAST = (".json",)
+# Seconds without a write. Who copies writes all the time, but for the sync of a large file at its end.
+ABANDONED_AFTER = 3600.0
+_TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.tmp")
 
 
 def place_of_link(path: Path) -> Path:
@@ -59,6 +63,8 @@ def copy_to(source: Path, records: list[FileRecord], directory: Path, check: Cal
     waits for `config.json` or an index finds everything. Idempotent. `check` is called often and may raise to stop.
     """
     make_dirs(directory)
+    for place in {(directory / record.path).parent for record in records}:
+        _sweep(place)
     touched = {directory}
     for record in sorted(records, key=lambda r: (r.path.endswith(LAST), r.path)):
         check()
@@ -75,6 +81,16 @@ def copy_to(source: Path, records: list[FileRecord], directory: Path, check: Cal
             sync_directory(place)
         except OSError as error:
             raise explain(error, f"syncing {place}") from None
+
+
+def _sweep(directory: Path) -> None:
+    """Remove the copies that killed processes left unfinished. A link in the making takes no room, and is left."""
+    for name in names(directory):
+        if _TEMPORARY.fullmatch(name):
+            with contextlib.suppress(OSError):
+                info = os.lstat(directory / name)
+                if info.st_nlink == 1 and time.time() - info.st_mtime > ABANDONED_AFTER:
+                    os.unlink(directory / name)
 
 
 def _same(origin: Path, target: Path, record: FileRecord, check: Callable[[], None]) -> bool:
@@ -131,11 +147,11 @@ def hf_view(cache: Cache, manifest: Manifest, ref: str, source: Path, records: l
 
     `ref` is the branch that was asked for, if one was. Raises FilesystemRefused where hard links are not possible.
     """
-    *names, folder = (*manifest.uri.removeprefix("hf://").split("/", 2), "")[:3]
+    *name, folder = (*manifest.uri.removeprefix("hf://").split("/", 2), "")[:3]
     if [path for path, _ in manifest.listing] == [folder.rpartition("/")[2]]:
         # The URI names one file, which the listing has without its folder.
         folder = folder.rpartition("/")[0]
-    repository = hub / "--".join(["models", *names])
+    repository = hub / "--".join(["models", *name])
     snapshot = repository / "snapshots" / manifest.revision / folder
     for record in records:
         target = snapshot / record.path
