@@ -93,6 +93,19 @@ def test_to_from_several_processes(
     assert hub.bytes_served("/resolve/") == sum(map(len, files.values()))
 
 
+def test_to_sweeps_what_killed_copies_left(mx: Mx, hub: servers.Hub, tmp_path: Path) -> None:
+    hub.commit(SMALL)
+    to = tmp_path / "to"
+    (to / "sub").mkdir(parents=True)
+    old, young, foreign = to / "sub" / f".{'a' * 16}.tmp", to / f".{'b' * 16}.tmp", to / ".mine.tmp"
+    for file in (old, young, foreign):
+        file.write_bytes(b"half")
+    for file in (old, foreign):
+        os.utime(file, (0, 0))
+    mx("prefetch", hub.uri, "--to", to, env=hub.env).ok()
+    assert [file.exists() for file in (old, young, foreign)] == [False, True, True]
+
+
 def test_to_a_directory_where_a_file_belongs(mx: Mx, hub: servers.Hub, tmp_path: Path) -> None:
     hub.commit(SMALL)
     (tmp_path / "to" / "model.bin").mkdir(parents=True)
@@ -285,7 +298,16 @@ def test_cmd_is_not_run_when_something_failed(mx: Mx, hub: servers.Hub, tmp_path
     assert "no-such-program" in result.err
     assert result.out == ""
     (tmp_path / "plain.txt").write_text("#!/bin/sh\n")
-    assert "Permission denied" in mx("prefetch", hub.uri, "--", tmp_path / "plain.txt", env=hub.env).exits(2).err
+    assert "cannot run" in mx("prefetch", hub.uri, "--", tmp_path / "plain.txt", env=hub.env).exits(2).err
+    assert not hub.bytes_served("model.bin"), "a program that is not there is found before the download"
+    hub.commit({"run.sh": b"#!/bin/sh\necho $MX_DIR\n"})
+    assert "Permission denied" in mx("prefetch", hub.uri, "--", "{}/run.sh", env=hub.env).exits(2).err
+
+
+def test_cmd_is_not_run_with_warnings_that_are_refused(mx: Mx, faultd: servers.Faultd, tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+    mx("prefetch", faultd.file("nolen", 1000, "x.bin"), "--strict", "--", "touch", mark).exits(3)
+    assert not mark.exists()
 
 
 # --- --hf-cache --------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import socket
 import stat
 import sys
 from collections.abc import Callable
@@ -196,6 +197,16 @@ def test_p26_anonymous_where_credentials_are_wanted(mx: Mx, s3stub: Stubs) -> No
     assert "leave --anon out" in mx("prefetch", stub.uri("m"), "--anon", env=stub.env).exits(11).err
 
 
+def test_p26_nothing_of_google_is_found_either(mx: Mx, tmp_path: Path) -> None:
+    """A metadata server that accepts and says nothing is asked for a moment only."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        host = f"127.0.0.1:{silent.getsockname()[1]}"
+        env = {"NO_GCE_CHECK": "", "GCE_METADATA_HOST": host, "GCE_METADATA_IP": host, "CLOUDSDK_CONFIG": tmp_path}
+        result = mx("prefetch", "gs://bkt/m", env=env, timeout=60).exits(11)
+    assert "--anon" in result.err
+    assert result.seconds < 25
+
+
 # --- P-27: credentials that expire -------------------------------------------------------------------------------
 
 
@@ -354,6 +365,9 @@ def test_p60_versions_and_delete_markers(mx: Mx, s3: servers.S3Stub) -> None:
         again = mx("prefetch", uri, "--revision", known["revision"], "--json", env=env).ok().json()
         assert (again["role"], again["dir"]) == ("hit", known["dir"])
     assert not s3.log(), "a finished run stays valid, and asks nobody"
+    by_version = mx("prefetch", uri, "--version-id", first, "--offline", "--json", env=env).ok().json()
+    assert by_version["dir"] == old["dir"]
+    mx("prefetch", uri, "--version-id", second, "--offline", env=env).exits(10)
     fresh = mx("prefetch", uri, "--version-id", second, "--cache-dir", mx.home / "other", env=env)
     has(fresh, {"x.bin": b"version two"})
 
