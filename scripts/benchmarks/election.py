@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -24,6 +25,7 @@ KILL_AT = 0.4
 BANDWIDTH = 400 << 20
 TTL, BEAT = 5.0, 0.5
 LIMIT = 300.0
+ANSWER = re.compile(r'HTTP/1\.1" 20[06] (\d+) ')
 
 T = TypeVar("T")
 
@@ -119,12 +121,9 @@ class _Bench:
 
     def _served(self) -> int:
         time.sleep(0.2)
-        found = 0
-        for line in self._log.read_text().splitlines():
-            fields = line.rpartition('" ')[0].rpartition('" ')[0].rpartition('" ')[2].split()
-            if len(fields) >= 2 and fields[0] in ("200", "206") and "large/model-" in line:
-                found += int(fields[1])
-        return found
+        lines = self._log.read_text().splitlines()
+        found = [ANSWER.search(line) for line in lines if "/large/model-" in line]
+        return sum(int(answer[1]) for answer in found if answer)
 
 
 def _wait_for(look: Callable[[], T | None]) -> T:
