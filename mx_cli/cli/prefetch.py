@@ -101,13 +101,23 @@ def _check_program(name: str, environ: Mapping[str, str]) -> None:
         raise UsageError(f"cannot run {name}: no such program", hint="check the name after --, and PATH")
 
 
+def _given(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment as the caller made it: without a locale, Python adds LC_CTYPE for itself (PEP 538)."""
+    try:
+        first = Path("/proc/self/environ").read_bytes().split(b"\0")
+    except OSError:
+        return dict(environ)
+    added = not any(pair.startswith(b"LC_CTYPE=") for pair in first)
+    return {name: value for name, value in environ.items() if not (added and name == "LC_CTYPE")}
+
+
 def _become(session: Session, cmd: list[str], outcome: Outcome) -> None:
     from mx_cli.base.errors import UsageError
     from mx_cli.cache.layout import restore_umask
 
     directory = str(outcome.directory)
     identity = outcome.identity.get("content") or outcome.identity.get("origin") or ""
-    environ = {**session.resolved.environ, "MX_DIR": directory, "MX_IDENTITY": identity}
+    environ = {**_given(session.resolved.environ), "MX_DIR": directory, "MX_IDENTITY": identity}
     program = [word.replace("{}", directory) for word in cmd]
     session.prepare_exec()
     restore_umask()
