@@ -98,6 +98,11 @@ class WholeDigest:
         self._hash = xxhash.xxh3_128()
         self.value = ""
 
+    @staticmethod
+    def of(data: bytes) -> str:
+        """The digest of a file that is in memory."""
+        return xxhash.xxh3_128_hexdigest(data)
+
     def update(self, view: memoryview) -> None:
         self._hash.update(view)
 

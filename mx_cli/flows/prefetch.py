@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 from mx_cli.base import units
@@ -23,6 +24,7 @@ from mx_cli.cache.lease import Lease
 from mx_cli.cache.parts import sweep
 from mx_cli.cache.reserve import check_collisions, probe_rename
 from mx_cli.cache.snapshots import Snapshots
+from mx_cli.engine.verify import WholeDigest
 from mx_cli.flows import deliver
 from mx_cli.flows.context import Context, is_immutable, moving_name
 from mx_cli.flows.lead import UNVERSIONED, Leader
@@ -149,7 +151,10 @@ class Prefetch:
         return None
 
     def _all_there(self, listing: Listing) -> bool:
-        wanted = wanted_of(listing, self._request, self._read_cached)
+        try:
+            wanted = wanted_of(listing, self._request, self._read_cached)
+        except NotFound:
+            return False
         return self._snapshots.complete(listing.revision, wanted.files, wanted.weights) is not None
 
     def _cached_listing(self, why: str) -> Listing:
@@ -174,28 +179,27 @@ class Prefetch:
         return known
 
     def _read_small(self, path: str, listing: Listing) -> bytes:
-        cached = self._cached(path, listing)
-        if cached is not None:
-            return cached
-        if self._offline or not listing.files:
-            raise NotFound(f"{path} is not in the cache")
-        entry = next(entry for entry in listing.files if entry.path == path)
+        try:
+            return self._read_cached(path, listing)
+        except NotFound:
+            entry = next(entry for entry in listing.files if entry.path == path)
+            if self._offline or not entry.key:
+                raise
         return self._origin.read(entry, 64 << 20)
 
     def _read_cached(self, path: str, listing: Listing) -> bytes:
-        data = self._cached(path, listing)
-        if data is None:
-            raise NotFound(f"{path} is not in the cache")
-        return data
-
-    def _cached(self, path: str, listing: Listing) -> bytes | None:
+        """A small file that decides what is wanted. One that is damaged does not decide."""
         for manifest in self._snapshots.of(listing.revision) if listing.revision else ():
-            if manifest.record(path):
-                try:
-                    return (self._model.snapshot(manifest.directory) / path).read_bytes()
-                except OSError:
-                    continue
-        return None
+            record = manifest.record(path)
+            if record:
+                with contextlib.suppress(OSError):
+                    data = (self._model.snapshot(manifest.directory) / path).read_bytes()
+                    if WholeDigest.of(data) == record.xxh3:
+                        return data
+        raise NotFound(
+            f"{self._origin.uri}: not in the cache, or damaged there: {path}",
+            hint="run once without --offline; mx cache verify finds damage",
+        )
 
     def _there(self, listing: Listing) -> set[str]:
         """The files of a revision that manifests vouch for and that are on the disk."""

@@ -544,6 +544,23 @@ def test_what_is_lost_is_fetched_again(mx: Mx, hub: servers.Hub) -> None:
         assert not hub.bytes_served("tokenizer.json")
 
 
+def test_a_damaged_index_decides_nothing(mx: Mx, hub: servers.Hub) -> None:
+    """It is asked for again, and never makes a checkpoint unusable for ever."""
+    files = checkpoint_files(shards=2, size=200_000)
+    sha = hub.commit(files)
+    name = "model.safetensors.index.json"
+    mx("prefetch", hub.uri, "--include", "config.json", env=hub.env).ok()
+    # Pinned, and known without its index: the origin has it.
+    index = Path(mx("prefetch", f"{hub.uri}@{sha}", env=hub.env).ok().out.strip()) / name
+    for damage in (index.unlink, lambda: os.truncate(index, 10), lambda: index.write_bytes(b"x" * len(files[name]))):
+        damage()
+        assert name in mx("prefetch", hub.uri, "--offline", env=hub.env).exits(10).err
+        again = mx("prefetch", f"{hub.uri}@{sha}", "--json", env=hub.env).ok().json()
+        assert again["bytes_fetched"] in (len(files[name]), 0)
+    error = mx("prefetch", hub.uri, "--verify", env=hub.env).exits(16).err
+    assert f"{name}: wrong xxh3" in error
+
+
 # --- --dry-run ---------------------------------------------------------------------------------------------------
 
 
