@@ -17,7 +17,9 @@ from mx_cli.engine.ports import Block, Dest, Done, File, Host, NoRanges, Reader,
 from mx_cli.model.manifest import BLOCK
 
 TELL_EVERY = 0.25
-"""Seconds: on a slow connection a block ends before it is full, so that a kill costs no more than this."""
+"""Seconds: on a slow connection a block ends before it is full, so that a kill costs no more than this or LEAST_BLOCK."""
+LEAST_BLOCK = 256 << 10
+"""Bytes of a block that ends early, unless it takes ten times as long: who takes over reads every claim."""
 
 
 class Throttle:
@@ -190,8 +192,7 @@ class _Copy:
             self._place(dest, view[:count])
             if self._throttle:
                 self._throttle.take(count)
-            full = self.position == until or time.monotonic() - self._told >= TELL_EVERY
-            if full and self.position != end:
+            if self.position != end and (self.position == until or self._is_due()):
                 self._tell(self._block())
                 self._told = time.monotonic()
         self.complete = True
@@ -209,6 +210,10 @@ class _Copy:
                 break
             filled += count
         return filled
+
+    def _is_due(self) -> bool:
+        since = time.monotonic() - self._told
+        return since >= TELL_EVERY and (self.position - self._start >= LEAST_BLOCK or since >= 10 * TELL_EVERY)
 
     def _window(self, dest: Host, want: int) -> memoryview:
         start = self.position - self._flight.item.offset
