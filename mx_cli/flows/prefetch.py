@@ -30,7 +30,7 @@ from mx_cli.flows.context import Context, is_immutable, moving_name
 from mx_cli.flows.lead import UNVERSIONED, Leader
 from mx_cli.flows.progress import watching
 from mx_cli.flows.request import Clock, Led, Outcome, Preview, Request, Wanted
-from mx_cli.flows.select import wanted_of
+from mx_cli.flows.select import amount, wanted_of
 from mx_cli.flows.verify import verify_snapshot
 from mx_cli.model.manifest import Entry, Listing, Manifest, selection_digest
 from mx_cli.model.selection import collisions
@@ -68,6 +68,7 @@ class Prefetch:
         self._snapshots: Snapshots = context.snapshots(self._model)
         self._revision = request.revision or self._origin.revision
         self._led: list[tuple[str, int]] = []
+        self._unreachable: Unreachable | None = None
 
     def run(self) -> Outcome:
         if self._request.link:
@@ -104,13 +105,11 @@ class Prefetch:
         self._clock.resolve += time.monotonic() - start
         if wanted.skipped:
             self._context.notice(wanted.skipped)
-        self._context.notice(f"revision {listing.revision or 'unknown'}: {_amount(listing, wanted)}")
+        self._context.notice(f"revision {listing.revision or 'unknown'}: {amount(listing, wanted)}")
         hit = listing.revision and self._snapshots.complete(listing.revision, wanted.files, wanted.weights)
         if hit and self._kept(hit):
             return self._hit(hit, listing, wanted)
-        if self._offline:
-            raise self._offline_miss(listing, wanted)
-        return self._obtain(listing, wanted)
+        return self._obtain(self._from_origin(listing, wanted), wanted)
 
     # -- what is wanted ------------------------------------------------------------------------------------------
 
@@ -141,13 +140,15 @@ class Prefetch:
             return self._origin.listing(self._revision or None, self._context.stop)
         except Unreachable as error:
             if self._context.settings.if_unreachable == "cached":
+                self._unreachable = error
                 return self._cached_listing(error.what)
             raise
 
     def _known(self, revision: str) -> Listing | None:
-        """The listing of a revision that a manifest remembers."""
+        """The listing that a manifest remembers of a revision: paths and sizes, and no keys."""
         for manifest in self._snapshots.of(revision):
-            return listing_of(manifest)
+            entries = tuple(Entry(path, size) for path, size in manifest.listing)
+            return Listing(manifest.uri, manifest.revision, entries)
         return None
 
     def _all_there(self, listing: Listing) -> bool:
@@ -210,12 +211,20 @@ class Prefetch:
             if not self._snapshots.missing(manifest, [record.path])
         }
 
-    def _offline_miss(self, listing: Listing, wanted: Wanted) -> MxError:
+    def _from_origin(self, listing: Listing, wanted: Wanted) -> Listing:
+        """The listing to fetch by: one that was remembered says where nothing is, and is asked for again."""
+        if self._offline:
+            lacking = f"{self._origin.uri}: offline, and {self._lacking(listing, wanted)}"
+            raise NotFound(lacking, hint="run once without --offline")
+        if self._unreachable:
+            raise Unreachable(f"{self._unreachable.what}; {self._lacking(listing, wanted)}")
+        if all(entry.key for entry in listing.files):
+            return listing
+        return self._origin.listing(listing.revision, self._context.stop)
+
+    def _lacking(self, listing: Listing, wanted: Wanted) -> str:
         lacking = sorted(wanted.files - self._there(listing)) or sorted(wanted.files)
-        shown = ", ".join(lacking[:5]) + (f" and {len(lacking) - 5} more" if len(lacking) > 5 else "")
-        return NotFound(
-            f"{self._origin.uri}: offline, and not in the cache: {shown}", hint="run once without --offline"
-        )
+        return f"not in the cache: {', '.join(lacking[:5])}" + (f" and {len(lacking) - 5} more" if lacking[5:] else "")
 
     # -- getting it ----------------------------------------------------------------------------------------------
 
@@ -294,8 +303,7 @@ class Prefetch:
             if pairs:
                 check_collisions(self._model.path, pairs)
         except FilesystemRefused as error:
-            missing = self._offline_miss(listing, wanted).what.partition("not in the cache: ")[2]
-            raise FilesystemRefused(f"{error.what}; missing in the cache: {missing}", hint=error.hint) from None
+            raise FilesystemRefused(f"{error.what}; {self._lacking(listing, wanted)}", hint=error.hint) from None
 
     def _lead(self, lease: Lease, term: int, listing: Listing, wanted: Wanted) -> Outcome:
         if not lease.lock_works:
@@ -385,14 +393,3 @@ class Prefetch:
             deliver.copy_to(source, records, request.to, self._context.stop.check)
         if request.link:
             deliver.link(source, request.link, self._cache.root)
-
-
-def listing_of(manifest: Manifest) -> Listing:
-    """What the origin held at the manifest's revision, as far as it is remembered: paths and sizes."""
-    return Listing(manifest.uri, manifest.revision, tuple(Entry(path, size) for path, size in manifest.listing))
-
-
-def _amount(listing: Listing, wanted: Wanted) -> str:
-    sizes = [entry.size for entry in listing.files if entry.path in wanted.files]
-    unknown = " and what has no known size" if None in sizes else ""
-    return f"{units.count(len(sizes), 'file')}, {units.size(sum(size or 0 for size in sizes))}{unknown}"

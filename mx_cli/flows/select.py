@@ -39,6 +39,13 @@ def wanted_of(listing: Listing, request: Request, read: Read) -> Wanted:
     return Wanted(frozenset(selection.files), dict(selection.weights), selection.indexes, _skipped(selection))
 
 
+def amount(listing: Listing, wanted: Wanted) -> str:
+    """How much is wanted, in words."""
+    sizes = [entry.size for entry in listing.files if entry.path in wanted.files]
+    unknown = " and what has no known size" if None in sizes else ""
+    return f"{units.count(len(sizes), 'file')}, {units.size(sum(size or 0 for size in sizes))}{unknown}"
+
+
 def _skipped(selection: Selection) -> str:
     if not selection.left_out:
         return ""

@@ -333,11 +333,15 @@ def test_prefetch_after_a_killed_gc(mx: Mx, hub: Hub, tmp_path: Path, fault_env:
 GC = ("cache", "gc", "--keep-last=0", "--min-age=7d", "--yes")
 
 
-def test_a_hit_that_gc_overtakes_is_fetched_again(mx: Mx, hub: Hub, fault_env: Callable[..., dict[str, str]]) -> None:
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_hit_that_gc_overtakes_is_fetched_again(
+    mx: Mx, hub: Hub, fault_env: Callable[..., dict[str, str]], pinned: bool
+) -> None:
     """The hit has found its manifest and is about to leave its mark of use."""
     sha = fetch(mx, hub)
     make_older(mx.cache, sha, 30)
-    running = mx.start("prefetch", hub.uri, "--json", env={**hub.env, **fault_env(mx.cache, STOP_AT=1)})
+    uri = f"{hub.uri}@{sha}" if pinned else hub.uri
+    running = mx.start("prefetch", uri, "--json", env={**hub.env, **fault_env(mx.cache, STOP_AT=1)})
     running.wait_stopped()
     assert fates(mx(*GC, "--json").ok().json()) == {sha: "remove"}
     running.send(signal.SIGCONT)
