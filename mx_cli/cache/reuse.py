@@ -13,10 +13,12 @@ from pathlib import Path
 from mx_cli.base.oserrors import explain
 from mx_cli.cache.layout import Model, make_dirs
 from mx_cli.cache.snapshots import Snapshots
+from mx_cli.engine.verify import WholeDigest
 from mx_cli.model.manifest import Entry, FileRecord, Manifest
 
 FICLONE = 0x40049409
 COPY_STEP = 64 << 20
+SMALL = 256 << 10
 Found = tuple[FileRecord, Manifest, bool]
 """(the record, the manifest that it is from, whether a new name was made)."""
 
@@ -36,7 +38,7 @@ class Reuse:
         """The file under its final name, if a manifest of this very snapshot vouches for it."""
         for manifest in self._snapshots.of(revision):
             record = manifest.record(entry.path) if manifest.directory == directory else None
-            if record and entry.size in (None, record.size) and not self._snapshots.missing(manifest, [entry.path]):
+            if record and entry.size in (None, record.size) and self._usable(manifest, record):
                 return record, manifest, False
         return None
 
@@ -51,13 +53,24 @@ class Reuse:
         for key in _keys(entry.path, entry.size, validator, dict(entry.digests)):
             for record, manifest in self._records.get(key, ()):
                 source = self._model.snapshot(manifest.directory) / record.path
-                if source == target or self._snapshots.missing(manifest, [record.path]):
+                if source == target or not self._usable(manifest, record):
                     continue
                 make_dirs(target.parent)
                 duplicate(source, target, temporary, moved)
                 digests = record.digests or entry.digests
                 return FileRecord(entry.path, record.size, record.xxh3, entry.validator, digests), manifest, True
         return None
+
+    def _usable(self, manifest: Manifest, record: FileRecord) -> bool:
+        """Whether the file is there. Small ones are read too: a damaged configuration is worth more than a look."""
+        if self._snapshots.missing(manifest, [record.path]):
+            return False
+        if record.size > SMALL:
+            return True
+        try:
+            return WholeDigest.of((self._model.snapshot(manifest.directory) / record.path).read_bytes()) == record.xxh3
+        except OSError:
+            return False
 
 
 def _keys(path: str, size: int, validator: str, digests: dict[str, str]) -> list[tuple[str, ...]]:
