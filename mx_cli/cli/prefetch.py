@@ -59,8 +59,8 @@ def prefetch(
         everything=everything,
         verify=verify,
         pin=pin,
-        to=None if to is None else Path(to).expanduser().absolute(),
-        link=None if link is None else Path(link).expanduser().absolute(),
+        to=None if not to else Path(to).expanduser().absolute(),
+        link=None if not link else Path(link).expanduser().absolute(),
         hf_cache=None if hf_cache is None else Path(hf_cache),
     )
     if dry_run:
