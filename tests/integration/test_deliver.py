@@ -544,6 +544,31 @@ def test_what_is_lost_is_fetched_again(mx: Mx, hub: servers.Hub) -> None:
         assert not hub.bytes_served("tokenizer.json")
 
 
+def test_a_damaged_small_file_is_not_handed_on(mx: Mx, hub: servers.Hub) -> None:
+    """Where something has to be fetched anyway, what is small is read again: a new revision gets no damaged file."""
+    files = checkpoint_files(shards=1, size=200_000)
+    hub.commit(files)
+    first = mx("prefetch", hub.uri, "--json", env=hub.env).ok().json()
+    config = Path(first["dir"]) / "config.json"
+    config.write_bytes(files["config.json"].replace(b"256", b"257"))
+    changed = files | {"tokenizer.json": b'{"new": true}'}
+    hub.commit(changed)
+    second = mx("prefetch", hub.uri, "--json", env=hub.env).ok().json()
+    assert tree(Path(second["dir"])) == cachecheck.sums(changed)
+    assert second["identity"]["content"] == first["identity"]["content"]
+
+
+def test_what_is_cached_is_not_enough(mx: Mx, hub: servers.Hub) -> None:
+    """The origin is away: what is missing is named, and nothing is asked for by a list that only knows names."""
+    hub.commit(SMALL)
+    mx("prefetch", hub.uri, "--include", "config.json", env=hub.env).ok()
+    away = {"HF_ENDPOINT": "http://127.0.0.1:1", "MX_RETRY_FOR": "0.1s"}
+    cached = ("--if-unreachable", "cached")
+    mx("prefetch", hub.uri, "--include", "config.json", *cached, env=away).ok()
+    error = mx("prefetch", hub.uri, *cached, env=away).exits(12).err
+    assert "not in the cache: model.bin, sub/tokenizer.json" in error
+
+
 def test_a_damaged_index_decides_nothing(mx: Mx, hub: servers.Hub) -> None:
     """It is asked for again, and never makes a checkpoint unusable for ever."""
     files = checkpoint_files(shards=2, size=200_000)
