@@ -100,7 +100,9 @@ class Connections:
                 again = self._names[place] < 4
             return Unreachable(f"{place}: the host name does not resolve", permanent=not again)
         if isinstance(error, ssl.SSLError):
-            return Unreachable(f"{place}: TLS failed: {error.reason or error}", permanent=True)
+            # A server that hangs up in the middle is busy or restarting; one that speaks something else stays that way.
+            hung_up = isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError))
+            return Unreachable(f"{place}: TLS failed: {error.reason or error}", permanent=not hung_up)
         said = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
         return Unreachable(f"{place}: cannot connect: {redact.text(said)}")
 

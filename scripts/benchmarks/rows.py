@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-LIMIT = 120.0
+LIMIT = 60.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import ssl
+import threading
 import time
 import urllib.parse
 from collections.abc import Callable, Mapping
@@ -192,3 +195,25 @@ def test_nobody_listens() -> None:
     with pytest.raises(Unreachable, match=r"127\.0\.0\.1") as caught:
         listed(f"http://127.0.0.1:{servers.free_port()}/x", retry_for="300ms")
     assert "gave up" in caught.value.what
+
+
+def test_a_server_that_hangs_up_during_the_handshake_is_asked_again(tls: servers.Tls) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tls.cert, tls.key)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            first, _ = listener.accept()
+            first.recv(1)
+            first.shutdown(socket.SHUT_RDWR)
+            first.close()
+            plain, _ = listener.accept()
+            with context.wrap_socket(plain, server_side=True) as secure:
+                secure.recv(4096)
+                secure.sendall(b'HTTP/1.1 200 OK\r\nContent-Length: 7\r\nETag: "a"\r\n\r\n')
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        _, listing = listed(f"https://localhost:{listener.getsockname()[1]}/x.bin", ca_bundle=str(tls.ca))
+        thread.join(10)
+    assert listing.files[0].size == 7
