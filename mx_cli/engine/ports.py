@@ -151,8 +151,14 @@ class NoRanges(Exception):
 class Sink(Protocol):
     """Takes the bytes."""
 
+    def has_room(self, item: ReadItem) -> bool:
+        """Whether `acquire` may be called now: what is read must not run far ahead of what is verified.
+
+        Does not block: only the engine can end the files that were begun, and for those there is always room.
+        """
+
     def acquire(self, item: ReadItem) -> Dest:
-        """Where the item's bytes go. Raises NoSpace, FilesystemRefused."""
+        """Where the item's bytes go; call it where there is room. Raises NoSpace, FilesystemRefused."""
 
     def commit(self, item: ReadItem, block: Block) -> None:
         """The block is in place. Does not wait for the disk."""

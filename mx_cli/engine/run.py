@@ -19,6 +19,7 @@ from mx_cli.engine.retry import Gate, Patience
 from mx_cli.model.manifest import Entry
 
 POLL = 0.2
+CROWDED_POLL = 0.02
 WIDEN_EVERY = 1.0
 QUIET_LIMIT = 15.0
 SMALL_ITEM = 1 << 20
@@ -94,8 +95,7 @@ class Transfer:
             while self._pending or self._delayed or self._flights:
                 self._stop.check()
                 self._sink.raise_failure()
-                self._start_some()
-                self._news.extend(self._source.poll(POLL))
+                self._news.extend(self._source.poll(self._start_some()))
                 while self._news:
                     self._take(self._news.popleft())
                 self._look_for_stalls()
@@ -123,7 +123,8 @@ class Transfer:
 
     # -- starting ------------------------------------------------------------------------------------------------
 
-    def _start_some(self) -> None:
+    def _start_some(self) -> float:
+        """Start what there is room for; returns how long to wait for news, in seconds."""
         now = time.monotonic()
         while self._delayed and self._delayed[0][0] <= now:
             _, _, item, patience = heapq.heappop(self._delayed)
@@ -135,12 +136,15 @@ class Transfer:
             length = self._pending[0][0].length
             ahead = AHEAD if length is not None and length <= SMALL_ITEM else 1
             if len(self._flights) >= width * ahead:
-                return
+                break
+            if not self._sink.has_room(self._pending[0][0]):
+                return CROWDED_POLL
             item, patience = self._pending.popleft()
             dest = self._sink.acquire(item)
             self._flights[item] = _Flight(item, patience)
             self._files[item.entry.path].in_flight += 1
             self._source.start(item, dest)
+        return POLL
 
     # -- news ----------------------------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ from mx_cli.model.digest import FILE_DTYPE, TensorDigest
 from mx_cli.model.manifest import Entry, FileRecord, Listing, Manifest, selection_digest
 from mx_cli.model.selection import RULES_VERSION
 from mx_cli.plan.ranges import Span, interleave, pieces, total
-from mx_cli.sinks.files import FileSink, Opened
+from mx_cli.sinks.files import OPEN_LIMIT, FileSink, Opened
 from mx_cli.sources.registry import OpenOrigin
 
 LARGE = 1 << 20
@@ -233,7 +233,9 @@ class Leader:
         size = min(self._context.settings.range_size, self._origin.caps.item_size)
         self.meter.have(sum(map(total, have.values())))
         in_order = sorted(entries, key=lambda e: ((e.size or 0) > size, e.path))
-        return list(interleave((items_of(e, have.get(e.path, []), size) for e in in_order), START_WIDTH * cores()))
+        # Files that were begun wait for their turn among others: all of them have to fit into the sink.
+        width = min(START_WIDTH * cores(), OPEN_LIMIT // 2)
+        return list(interleave((items_of(e, have.get(e.path, []), size) for e in in_order), width))
 
     def _open(self, entry: Entry, parts: Parts) -> Opened:
         part = parts.open(entry)

@@ -97,24 +97,25 @@ class FileSink:
 
     # -- the port ------------------------------------------------------------------------------------------------
 
+    def has_room(self, item: ReadItem) -> bool:
+        """Descriptors, memory and page cache are bounded."""
+        path = item.entry.path
+        with self._changed:
+            is_begun = path in self._files or path in self._held
+            return is_begun or (len(self._files) < OPEN_LIMIT and self._held_bytes <= HELD_LIMIT)
+
     def acquire(self, item: ReadItem) -> Dest:
         entry = item.entry
         # Only what is fetched whole: of another file, a part is on the disk already.
         is_whole = entry.size is not None and item.offset == 0 and item.end == entry.size <= SMALL
         if entry.size is not None and (entry.path in self._held or (is_whole and entry.path not in self._files)):
             return Host(memoryview(self._hold(entry, entry.size).data)[item.offset : item.end])
-        with self._changed:
-            # What is fetched must not run far ahead of what is verified: descriptors and page cache are bounded.
-            while len(self._files) >= OPEN_LIMIT and entry.path not in self._files and not self._failure:
-                self._changed.wait(0.2)
         return File(self.open(entry).fd, item.offset)
 
     def _hold(self, entry: Entry, size: int) -> _Held:
         with self._changed:
             held = self._held.get(entry.path)
             if held is None:
-                while self._held_bytes > HELD_LIMIT and not self._failure:
-                    self._changed.wait(0.2)
                 held = self._held[entry.path] = _Held(entry, bytearray(size))
                 self._held_bytes += size
             return held

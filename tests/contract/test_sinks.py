@@ -11,13 +11,16 @@ import pytest
 import xxhash
 
 from mx_cli.base.cancel import Stop
-from mx_cli.base.errors import IntegrityError, MxError
+from mx_cli.base.errors import IntegrityError, MxError, Unreachable
 from mx_cli.engine.meter import Meter
 from mx_cli.engine.ports import Block, File, Host, ReadItem, Sink
+from mx_cli.engine.retry import Gate
+from mx_cli.engine.run import Limits, Transfer
+from mx_cli.engine.threads import Lifted
 from mx_cli.engine.verify import Consumer, WholeDigest
 from mx_cli.model.manifest import BLOCK, Entry
-from mx_cli.sinks.files import FileSink, Opened
-from tests.rig.memory import MemorySink
+from mx_cli.sinks.files import HELD_LIMIT, OPEN_LIMIT, SMALL, FileSink, Opened
+from tests.rig.memory import MemoryReader, MemorySink
 from tests.support import noise
 
 SIZES = (0, 1, 1000, BLOCK, 2 * BLOCK + 5)
@@ -67,6 +70,7 @@ def files(tmp_path: Path) -> Iterator[Files]:
 
 def put(sink: Sink, item: ReadItem, data: bytes) -> None:
     """What a source and the engine do with one item."""
+    assert sink.has_room(item)
     dest = sink.acquire(item)
     if isinstance(dest, Host):
         dest.view[:] = data
@@ -148,14 +152,37 @@ def test_a_failure_behind_the_transfer_is_raised_and_names_its_file(files: Files
     assert [entry.path for entry in files.sink.suspects] == ["bad"]
 
 
-def test_many_small_files_stay_within_the_bound_of_memory(files: Files) -> None:
-    data = noise("x", 200_000)
-    for number in range(300):
-        entry = Entry(f"f{number}", len(data), "v")
-        put(files.sink, ReadItem(entry, 0, len(data)), data)
-        files.sink.end(entry, len(data))
+@pytest.mark.parametrize("size", [200_000, 300_000])
+def test_files_that_were_begun_are_bounded(files: Files, size: int) -> None:
+    """Small ones by their memory, others by their descriptors; there is room again when some were verified."""
+    data = noise("x", size)
+    begun = []
+    while files.sink.has_room(item := ReadItem(Entry(f"f{len(begun)}", size, "v"), 0, size)):
+        put(files.sink, item, data)
+        begun.append(item)
+    assert len(begun) == (HELD_LIMIT // size + 1 if size <= SMALL else OPEN_LIMIT)
+    assert all(map(files.sink.has_room, begun))
+    for item in begun:
+        files.sink.end(item.entry, size)
     files.sink.wait(Stop())
-    assert len(files.done) == 300
+    assert files.sink.has_room(item)
+    assert len(files.done) == len(begun)
+
+
+@pytest.mark.parametrize("size", [100_000, 300_000])
+def test_more_failures_than_files_may_be_open(files: Files, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While an origin is away every file is begun and none ends: what is tried again must get its turn."""
+    monkeypatch.setattr("mx_cli.sinks.files.HELD_LIMIT", 10 * size)
+    monkeypatch.setattr("mx_cli.sinks.files.OPEN_LIMIT", 10)
+    content = {f"f{number}": noise(f"f{number}", size) for number in range(40)}
+    reader = MemoryReader(content, fault=lambda item, count: Unreachable("away") if count == 1 else None)
+    source, gate = Lifted(reader), Gate()
+    items = [ReadItem(Entry(path, size, "v"), 0, size) for path in content]
+    Transfer(source, files.sink, Limits(30, 30, 16, 16), gate, Meter(), Stop(), lambda *told: None).run(items)
+    source.close()
+    files.sink.wait(Stop())
+    assert len(files.done) == 40
+    assert [path for path, data in content.items() if files.content(path) != data] == []
 
 
 def test_closing_twice_is_fine(files: Files) -> None:

@@ -100,6 +100,9 @@ class MemorySink:
     resets: list[str] = field(default_factory=list)
     failure: MxError | None = None
 
+    def has_room(self, item: ReadItem) -> bool:
+        return True
+
     def acquire(self, item: ReadItem) -> Dest:
         buffer = self.buffers.setdefault(item.entry.path, bytearray(item.entry.size or 1 << 22))
         end = len(buffer) if item.end is None else item.end
