@@ -10,15 +10,21 @@ from contextlib import contextmanager
 from mx_cli.base.errors import MxError, TimedOut
 
 
+SLICE = 0.5
+"""Seconds: a signal that comes between the look and the sleep wakes nobody."""
+
+
 class Stop:
-    """Says whether, and why, work has to stop. Safe to use from any thread and from a signal handler's thread.
+    """Says whether, and why, work has to stop. Safe to use from any thread and from a signal handler.
+
+    A handler runs between any two steps of the main thread, also while that holds the lock: it has to be re-entrant, which
+    that of an Event is not.
 
     `timeout` (seconds from now, for the whole command) turns into a TimedOut reason by itself.
     """
 
     def __init__(self, timeout: float | None = None) -> None:
-        self._event = threading.Event()
-        self._lock = threading.RLock()
+        self._changed = threading.Condition(threading.RLock())
         self._reason: MxError | None = None
         self._hooks: list[Callable[[], None]] = []
         self._timer: threading.Timer | None = None
@@ -33,17 +39,17 @@ class Stop:
 
     def request(self, reason: MxError) -> None:
         """Ask everybody to stop; the first reason stays. Idempotent, does not block."""
-        with self._lock:
+        with self._changed:
             if self._reason is None:
                 self._reason = reason
-            self._event.set()
+            self._changed.notify_all()
             hooks = list(self._hooks)
         for hook in hooks:
             hook()
 
     @property
     def requested(self) -> bool:
-        return self._event.is_set()
+        return self._reason is not None
 
     @property
     def reason(self) -> MxError | None:
@@ -56,13 +62,16 @@ class Stop:
 
     def wait(self, seconds: float) -> None:
         """Sleep, but raise the reason as soon as a stop is requested."""
-        self._event.wait(max(0.0, seconds))
+        end = time.monotonic() + seconds
+        with self._changed:
+            while self._reason is None and (left := end - time.monotonic()) > 0:
+                self._changed.wait(min(left, SLICE))
         self.check()
 
     @contextmanager
     def calling(self, hook: Callable[[], None]) -> Iterator[None]:
         """While the block runs, call `hook` when a stop is requested (at once if it already was)."""
-        with self._lock:
+        with self._changed:
             self._hooks.append(hook)
             already = self.requested
         try:
@@ -70,7 +79,7 @@ class Stop:
                 hook()
             yield
         finally:
-            with self._lock:
+            with self._changed:
                 self._hooks.remove(hook)
 
     def close(self) -> None:
