@@ -9,7 +9,6 @@ from contextlib import contextmanager
 
 from mx_cli.base.errors import MxError, TimedOut
 
-
 SLICE = 0.5
 """Seconds: a signal that comes between the look and the sleep wakes nobody."""
 
