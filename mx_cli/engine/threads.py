@@ -67,7 +67,10 @@ class _Flight:
 
 
 class Lifted:
-    """The Source made of a Reader. Threads are daemons: an exit does not wait for a connection that hangs."""
+    """The Source made of a Reader, which stays its owner's to close.
+
+    Threads are daemons: an exit does not wait for a connection that hangs.
+    """
 
     def __init__(self, reader: Reader, throttle: Throttle | None = None) -> None:
         self._reader = reader
@@ -124,11 +127,14 @@ class Lifted:
             flight.abort()
         for _ in range(self._threads):
             self._work.put(None)
-        self._reader.close()
 
     def _serve(self) -> None:
         while (flight := self._work.get()) is not None:
             with self._lock:
+                if self._threads > self._width:
+                    self._threads -= 1
+                    self._work.put(flight)
+                    return
                 self._waiting -= 1
                 self._busy += 1
             flight.begun = True

@@ -206,6 +206,7 @@ class Leader:
             max(2, cores()),
         )
         self._suspect = sink.suspects
+        source = Lifted(self._origin, Throttle(settings.max_bandwidth) if settings.max_bandwidth else None)
         transfer: Transfer | None = None
         start = time.monotonic()
         try:
@@ -213,7 +214,6 @@ class Leader:
             items = self._plan(entries, parts, chosen)
             self._clock.verify += time.monotonic() - start
             start, meter.phase = time.monotonic(), "transfer"
-            source = Lifted(self._origin, Throttle(settings.max_bandwidth) if settings.max_bandwidth else None)
             limits = Limits(settings.retry_for, settings.stall_timeout, START_WIDTH * cores(), settings.max_connections)
             gate = self._context.gates[self._origin.caps.host]
             transfer = Transfer(source, sink, limits, gate, meter, self._work, self._context.on_retry)
@@ -223,6 +223,7 @@ class Leader:
             sink.wait(self._work)
             self._clock.verify += time.monotonic() - start
         finally:
+            source.close()
             sink.close(transfer.in_flight if transfer else ())
 
     def _plan(self, entries: list[Entry], parts: Parts, chosen: bool) -> list[ReadItem]:

@@ -214,6 +214,31 @@ def test_small_items_wait_their_turn_without_counting_as_stalled() -> None:
     assert bench.reader.most <= 2
 
 
+def test_a_width_that_shrinks_holds_for_what_waits_too() -> None:
+    data = {f"f{n}": noise(str(n), 100) for n in range(40)}
+    reader, sink = MemoryReader(data), MemorySink()
+    source = Lifted(reader)
+    for width, paths in ((4, [*data][:20]), (1, [*data][20:])):
+        reader.most = 0
+        source.widen(width)
+        items = [ReadItem(entry_of(path, 100), 0, 100) for path in paths]
+        for item in items:
+            source.start(item, sink.acquire(item))
+        left = set(items)
+        while left:
+            left -= {done.item for done in source.poll(5) if done.finished}
+        assert reader.most <= width
+    source.close()
+
+
+def test_threads_end_with_their_source(bench: Bench) -> None:
+    bench.run()
+    for thread in threading.enumerate():
+        if thread.name.startswith("read-"):
+            thread.join(5)
+            assert not thread.is_alive()
+
+
 def test_what_is_there_already_is_not_read() -> None:
     entry = entry_of("a", 10 * BLOCK)
     items = items_of(entry, [(0, BLOCK), (2 * BLOCK, 3 * BLOCK)], BLOCK)
