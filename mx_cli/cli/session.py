@@ -8,6 +8,8 @@ import json
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 TERMINATION_LOG = Path("/dev/termination-log")
 TERMINATION_LIMIT = 4096
+GRACE = 1.9
 
 
 class Session:
@@ -51,6 +54,7 @@ class Session:
         self._found: dict[signal.Signals, Any] = {}
         self._warnings = 0
         self._answered = ""
+        self._ending = threading.RLock()
         self.failed_document: Mapping[str, Any] = {}
 
     @property
@@ -83,8 +87,18 @@ class Session:
         self._renderer = Renderer(self.settings, quiet=self._quiet, verbose=self._verbose, run=os.urandom(4).hex())
         self.stop = Stop(self.settings.timeout)
         self._found = {signum: signal.signal(signum, self._on_signal) for signum in (signal.SIGINT, signal.SIGTERM)}
+        threading.Thread(target=self._watch, name="stop", daemon=True).start()
         for notice in self.resolved.notices:
             self._renderer.warning(notice)
+
+    def _watch(self) -> None:
+        """End the process soon after a stop, whatever it is blocked in: a look-up of a name, a server that is silent."""
+        try:
+            while True:
+                self.stop.wait(3600.0)
+        except MxError as reason:
+            time.sleep(GRACE)
+            finish(self._fail(reason))
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if self.stop.requested:
@@ -137,6 +151,8 @@ class Session:
     # -- ends ----------------------------------------------------------------------------------------------------
 
     def _end(self) -> int:
+        # For good: the thread that comes first ends the process.
+        self._ending.acquire()
         if self._renderer:
             self._renderer.close()
         self._termination(self._answered)
@@ -152,6 +168,7 @@ class Session:
             raise FinishedWithWarnings(f"{self._warnings} warnings, and --strict")
 
     def _fail(self, error: MxError, bug: BaseException | None = None) -> int:
+        self._ending.acquire()
         if self._renderer:
             self._renderer.close()
         self._say(error)

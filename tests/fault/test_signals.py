@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -96,3 +97,23 @@ def test_stopped_while_names_are_hidden(mx: Mx, hub: servers.Hub, cifuse: Callab
         late.wait(2)
     late.send(signal.SIGTERM)
     late.wait(5).exits(143)
+
+
+def test_a_stop_does_not_wait_for_a_server_that_takes_no_connection(mx: Mx) -> None:
+    """The kernel goes on with connect(2) after a signal, and so do libraries with their own requests."""
+    with socket.socket() as server, socket.socket() as first, socket.socket() as second:
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        port = server.getsockname()[1]
+        for taken in (first, second):
+            taken.setblocking(False)
+            taken.connect_ex(("127.0.0.1", port))
+        running = mx.start("prefetch", f"http://127.0.0.1:{port}/x", "--json", env={"MX_CONNECT_TIMEOUT": "20s"})
+        running.wait_err("^cache ", 20)
+        sent = time.monotonic()
+        running.send(signal.SIGTERM)
+        result = running.wait(20)
+    assert time.monotonic() - sent < 4
+    assert result.code == 143
+    assert result.json()["error"]["name"] == "interrupted"
+    assert result.err.count("stopped by SIGTERM") == 1
