@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from mx_cli.base.errors import AccessDenied, IntegrityError, MxError, NotFound, OriginChanged, Unreachable
 from mx_cli.engine.ports import NoRanges, ReadItem
-from mx_cli.sources.wire import Head
+from mx_cli.sources.wire import Head, number
 
 AGAIN_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504, 509, 520, 521, 522, 523, 524, 529})
 
@@ -63,10 +63,13 @@ def _retry_after(head: Head) -> float | None:
     text = head.get("retry-after")
     if not text:
         return None
-    if text.isdigit():
-        return float(text)
+    if (seconds := number(text)) is not None:
+        return float(seconds)
     moment = email.utils.parsedate_tz(text)
-    return max(0.0, email.utils.mktime_tz(moment) - time.time()) if moment else None
+    try:
+        return max(0.0, email.utils.mktime_tz(moment) - time.time()) if moment else None
+    except (ValueError, OverflowError):
+        return None
 
 
 def check_answer(target: Target, item: ReadItem, head: Head, ranged: bool) -> None:
@@ -108,8 +111,8 @@ def check_answer(target: Target, item: ReadItem, head: Head, ranged: bool) -> No
 
 def refused_range(target: Target, item: ReadItem, head: Head) -> Exception:
     """What 416 means to a range that lies within the listed size: the file is shorter, or ranges are not served."""
-    total, size = head.get("content-range").rpartition("/")[2], item.entry.size
-    if total.isdigit() and int(total) != size:
+    total, size = number(head.get("content-range").rpartition("/")[2]), item.entry.size
+    if total not in (None, size):
         return OriginChanged(
             f"{target.what}: wrong size (expected {size} bytes from the listing, observed {total} in Content-Range)"
         )
@@ -132,10 +135,10 @@ def parse_content_range(text: str) -> tuple[int, int, int | None]:
     """(first, last, total) of `bytes 0-99/1234`; (-1, -1, None) for anything else."""
     unit, _, rest = text.partition(" ")
     span, _, total = rest.partition("/")
-    first, _, last = span.partition("-")
-    if unit.lower() != "bytes" or not first.isdigit() or not last.isdigit():
+    first, last = (number(text) for text in span.partition("-")[::2])
+    if unit.lower() != "bytes" or first is None or last is None:
         return -1, -1, None
-    return int(first), int(last), int(total) if total.isdigit() else None
+    return first, last, number(total)
 
 
 def size_of(head: Head) -> int | None:

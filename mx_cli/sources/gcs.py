@@ -16,7 +16,7 @@ from mx_cli.sources.answers import Sign, Target, hex_of, unsigned
 from mx_cli.sources.gcs_token import Token
 from mx_cli.sources.origin import Context, WebOrigin, at_revision
 from mx_cli.sources.uri import Uri
-from mx_cli.sources.wire import Head
+from mx_cli.sources.wire import Head, number
 
 _GOOGLE = "https://storage.googleapis.com"
 _PAGE = "1000"
@@ -201,12 +201,12 @@ def _name(row: dict[str, Any]) -> str:
 
 
 def _entry(path: str, row: dict[str, Any], shown: str) -> Entry:
-    size, generation = str(row.get("size", "")), str(row.get("generation", ""))
-    if not size.isdigit() or not generation:
+    size, generation = number(str(row.get("size", ""))), str(row.get("generation", ""))
+    if size is None or not generation:
         raise IntegrityError(f"{shown}: the listing names {_name(row)!r} without size or generation")
     digests = {"crc32c": hex_of(str(row.get("crc32c", ""))), "md5": hex_of(str(row.get("md5Hash", "")))}
     known = {kind: digest for kind, digest in digests.items() if digest}
-    return Entry(path, int(size), generation, digests=known, key=_name(row), version=generation)
+    return Entry(path, size, generation, digests=known, key=_name(row), version=generation)
 
 
 def _message(body: bytes) -> str:

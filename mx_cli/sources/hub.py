@@ -18,7 +18,7 @@ from mx_cli.sources.hub_token import find_token
 from mx_cli.sources.origin import Context, WebOrigin, no_versions, one_revision, side_by_side
 from mx_cli.sources.uri import Uri
 from mx_cli.sources.web import Reply
-from mx_cli.sources.wire import Head
+from mx_cli.sources.wire import Head, number
 
 _SHA = re.compile(r"[0-9a-f]{40}")
 _NEXT = re.compile(r"<([^>]+)>\s*;[^,]*rel=\"?next\"?")
@@ -119,8 +119,8 @@ class Hub(WebOrigin):
         linked = reply.get("x-linked-size")
         if not linked and reply.status >= 300:
             reply = self._head(target, follow=True)
-        size = int(linked) if linked.isdigit() else reply.head.length
-        return replace(entry, size=size)
+        size = number(linked)
+        return replace(entry, size=reply.head.length if size is None else size)
 
     # -- requests --------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from mx_cli.base.errors import AccessDenied, IntegrityError, MxError, NotFound, 
 from mx_cli.model.manifest import Entry
 from mx_cli.sources.answers import bare_tag, hex_of
 from mx_cli.sources.s3_keys import Expired, WrongRegion
-from mx_cli.sources.wire import Head
+from mx_cli.sources.wire import Head, number
 
 _MD5 = re.compile(r"[0-9a-f]{32}")
 _CHECKSUMS = ("sha256", "crc64nvme", "crc32c")
@@ -61,12 +61,12 @@ def parse_page(body: bytes, what: str) -> Page:
 
 def _found(item: ElementTree.Element, encoded: bool, what: str) -> Found:
     key = _text(item, "Key")
-    size = _text(item, "Size")
-    if not size.isdigit():
+    size = number(_text(item, "Size"))
+    if size is None:
         raise IntegrityError(f"{what}: the listing names {key!r} without a size")
     return Found(
         unquote_plus(key) if encoded else key,
-        int(size),
+        size,
         _text(item, "ETag"),
         _text(item, "LastModified"),
         bool(_text(item, "ChecksumAlgorithm")) and _text(item, "ChecksumType").upper() != "COMPOSITE",

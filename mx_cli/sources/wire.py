@@ -24,6 +24,11 @@ _CHUNK_SIZE = re.compile(rb"[0-9A-Fa-f]{1,16}")
 _TICK = 2.0
 
 
+def number(text: str) -> int | None:
+    """A whole number as a server writes it; None for anything else, also for one that is no size of a file."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else None
+
+
 @dataclass(slots=True)
 class Head:
     """Status and headers of an answer; names in lower case, repeated ones joined by a comma."""
@@ -41,7 +46,7 @@ class Head:
         """Bytes of the body as the server says, None when it does not."""
         # The same length twice is one length (RFC 9112, 6.3).
         text = self.get("content-length").partition(",")[0]
-        return int(text) if text.isdigit() and "chunked" not in self.get("transfer-encoding").lower() else None
+        return None if "chunked" in self.get("transfer-encoding").lower() else number(text)
 
 
 class Wire:
@@ -113,8 +118,8 @@ class Wire:
             name = name.lower()
             value = value.strip()
             headers[name] = f"{headers[name]}, {value}" if name in headers else value
-        lengths = {length.strip() for length in headers.get("content-length", "0").split(",")}
-        if len(lengths) > 1 or not all(length.isascii() and length.isdigit() for length in lengths):
+        lengths = {number(length.strip()) for length in headers.get("content-length", "0").split(",")}
+        if len(lengths) > 1 or None in lengths:
             raise ValueError("the answer's length makes no sense")
         connection = headers.get("connection", "").lower()
         keep = "close" not in connection and (version != "HTTP/1.0" or "keep-alive" in connection)

@@ -90,7 +90,10 @@ def test_p07_a_body_that_breaks_off_is_no_end(pair: Pair, text: bytes) -> None:
         read_all(body)
 
 
-@pytest.mark.parametrize("text", [b"", b"HTTP/1.1 200", b"SSH-2.0-x\r\n\r\n", b"HTTP/1.1 abc\r\n\r\n"])
+HUGE = b"HTTP/1.1 200 OK\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n"
+
+
+@pytest.mark.parametrize("text", [b"", b"HTTP/1.1 200", b"SSH-2.0-x\r\n\r\n", b"HTTP/1.1 abc\r\n\r\n", HUGE])
 def test_what_is_not_an_answer(pair: Pair, text: bytes) -> None:
     with pytest.raises(Unreachable, match="test:"):
         answered(pair, text, end=True)
