@@ -15,10 +15,10 @@ from mx_cli.cache.journal import Claim, Journal, claims
 from mx_cli.cache.layout import Model, make_dirs, names, part_id
 from mx_cli.cache.reserve import reserve
 from mx_cli.engine.meter import Meter
+from mx_cli.engine.verify import read_through
 from mx_cli.model.manifest import Entry
 from mx_cli.plan.ranges import Span, merge
 
-CHUNK = 1 << 20
 UNRESERVED = 256 << 10
 
 
@@ -200,12 +200,6 @@ def sweep(staging: Path, term: int, *, journals: bool = True) -> None:
 
 def _digest(fd: int, claim: Claim, meter: Meter) -> str:
     running = xxhash.xxh3_128()
-    at, end = claim.offset, claim.offset + claim.length
-    while at < end:
-        data = os.pread(fd, min(CHUNK, end - at), at)
-        if not data:
-            break
-        running.update(data)
-        at += len(data)
+    read_through(fd, running.update, claim.offset, claim.offset + claim.length)
     meter.tick()
     return running.hexdigest()

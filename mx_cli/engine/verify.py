@@ -7,12 +7,14 @@ order (a whole file's sha256, the tensors' digests, a look at the format) follow
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import xxhash
 
 from mx_cli.base.errors import IntegrityError
+from mx_cli.engine.buffers import STEP
 
 STRONGEST_FIRST = ("sha256", "crc64nvme", "crc32c", "md5", "etag-md5")
 
@@ -89,6 +91,22 @@ class DigestMismatch(IntegrityError):
     def __init__(self, path: str, kind: str, expected: str, observed: str) -> None:
         super().__init__(f"{path}: wrong {kind} (expected {expected} from the origin, observed {observed})")
         self.path, self.kind = path, kind
+
+
+def read_through(fd: int, take: Callable[[memoryview], object], start: int = 0, end: int | None = None) -> int:
+    """Hand the bytes of a file from `start` to `end` (None: to its last) to `take`, in order. Returns how many there were.
+
+    `take` must not keep the view, and may raise to stop. Raises OSError.
+    """
+    at = start
+    buffer = memoryview(bytearray(STEP if end is None else min(STEP, end - start)))
+    while end is None or at < end:
+        count = os.preadv(fd, [buffer if end is None else buffer[: end - at]], at)
+        if count == 0:
+            break
+        take(buffer[:count])
+        at += count
+    return at - start
 
 
 class WholeDigest:

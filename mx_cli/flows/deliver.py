@@ -19,6 +19,7 @@ from mx_cli.base.errors import FilesystemRefused, UsageError
 from mx_cli.base.oserrors import explain
 from mx_cli.cache.layout import Cache, Model, make_dirs, names, ref_file, sync_directory, write_atomic
 from mx_cli.cache.reuse import duplicate
+from mx_cli.engine.verify import WholeDigest, read_through
 from mx_cli.model.manifest import FileRecord, Manifest
 from mx_cli.model.paths import fault
 
@@ -94,21 +95,23 @@ def _sweep(directory: Path) -> None:
 
 
 def _same(origin: Path, target: Path, record: FileRecord, check: Callable[[], None]) -> bool:
+    """Whether the file is there already. One that cannot be read is none: it is replaced."""
+    whole = WholeDigest()
+
+    def take(view: memoryview) -> None:
+        check()
+        whole.update(view)
+
     try:
         info = os.stat(target, follow_symlinks=False)
+        if os.path.samestat(info, os.stat(origin)):
+            return True
+        if not stat.S_ISREG(info.st_mode) or info.st_size != record.size:
+            return False
+        with open(target, "rb") as file:
+            read_through(file.fileno(), take)
     except OSError:
         return False
-    if os.path.samestat(info, os.stat(origin)):
-        return True
-    if not stat.S_ISREG(info.st_mode) or info.st_size != record.size:
-        return False
-    from mx_cli.engine.verify import WholeDigest
-
-    whole = WholeDigest()
-    with open(target, "rb") as file:
-        while data := file.read(1 << 20):
-            check()
-            whole.update(memoryview(data))
     whole.finish()
     return whole.value == record.xxh3
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mx_cli.base.errors import IntegrityError
-from mx_cli.engine.verify import OriginDigest, WholeDigest, new_digest
+from mx_cli.engine.verify import OriginDigest, WholeDigest, new_digest, read_through
 from mx_cli.model import header, json_strict
 from mx_cli.model.digest import Digester, TensorDigest, digester
 from mx_cli.model.manifest import Entry
 
 JSON_LIMIT = 1 << 20
-CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +96,5 @@ class Inspection:
         if len(tag) != 32 or set(tag) - set("0123456789abcdef"):
             return False
         running = new_digest("md5")
-        at = 0
-        while data := os.pread(fd, CHUNK, at):
-            running.update(memoryview(data))
-            at += len(data)
+        read_through(fd, running.update)
         return running.hexdigest() == tag

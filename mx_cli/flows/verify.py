@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from mx_cli.base.errors import IntegrityError
 from mx_cli.base.oserrors import explain
 from mx_cli.cache.layout import Model
-from mx_cli.engine.verify import DigestMismatch, OriginDigest, WholeDigest
+from mx_cli.engine.verify import DigestMismatch, OriginDigest, WholeDigest, read_through
 from mx_cli.flows.context import Context
 from mx_cli.model import header
 from mx_cli.model.manifest import Entry, FileRecord, Listing, Manifest
-
-CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +51,15 @@ def find_damage(
 def _wrong(model: Model, manifest: Manifest, record: FileRecord, check: Callable[[], None], entry: Entry | None) -> str:
     path = model.snapshot(manifest.directory) / record.path
     whole, origin = WholeDigest(), OriginDigest(record.path, entry.digests if entry else record.digests)
-    head = b""
-    size = 0
-    buffer = memoryview(bytearray(CHUNK))
+    head = bytearray()
+
+    def take(view: memoryview) -> None:
+        check()
+        if not head:
+            head.extend(view[: header.SNIFF_BYTES])
+        whole.update(view)
+        origin.update(view)
+
     try:
         fd = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -63,18 +67,13 @@ def _wrong(model: Model, manifest: Manifest, record: FileRecord, check: Callable
     except OSError as error:
         raise explain(error, f"reading {path}") from None
     try:
-        while count := os.readv(fd, [buffer]):
-            check()
-            head = head or bytes(buffer[: min(count, header.SNIFF_BYTES)])
-            whole.update(buffer[:count])
-            origin.update(buffer[:count])
-            size += count
+        size = read_through(fd, take)
     except OSError as error:
         return f"unreadable: {error.strerror}"
     finally:
         os.close(fd)
     whole.finish()
-    return _verdict(record, size, whole.value, origin, head)
+    return _verdict(record, size, whole.value, origin, bytes(head))
 
 
 def _verdict(record: FileRecord, size: int, digest: str, origin: OriginDigest, head: bytes) -> str:

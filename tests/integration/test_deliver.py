@@ -106,6 +106,18 @@ def test_to_sweeps_what_killed_copies_left(mx: Mx, hub: servers.Hub, tmp_path: P
     assert [file.exists() for file in (old, young, foreign)] == [False, True, True]
 
 
+@capability("root", "setpriv")
+def test_to_replaces_what_cannot_be_read(mx: Mx, hub: servers.Hub, tmp_path: Path) -> None:
+    hub.commit(SMALL)
+    place = tmp_path / "to"
+    place.mkdir()
+    (place / "model.bin").write_bytes(noise("other", 300_000))
+    (place / "model.bin").chmod(0)
+    no_override = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")
+    mx("prefetch", hub.uri, "--to", place, env=hub.env, prefix=no_override).ok()
+    assert (place / "model.bin").read_bytes() == SMALL["model.bin"]
+
+
 def test_to_a_directory_where_a_file_belongs(mx: Mx, hub: servers.Hub, tmp_path: Path) -> None:
     hub.commit(SMALL)
     (tmp_path / "to" / "model.bin").mkdir(parents=True)
