@@ -117,9 +117,18 @@ def _same(origin: Path, target: Path, record: FileRecord, check: Callable[[], No
 
 
 def write_result(path: Path, document: Mapping[str, Any]) -> None:
-    """The JSON document, in one step."""
+    """The JSON document, in one step; written into a device or a pipe (/dev/stdout), never put in its place."""
+    data = json.dumps(document, ensure_ascii=False).encode() + b"\n"
     make_dirs(path.parent)
-    write_atomic(path, json.dumps(document, ensure_ascii=False).encode() + b"\n")
+    try:
+        stream = path.is_symlink() and os.readlink(path).startswith("/proc/")
+        if stream or (path.exists() and not path.is_file() and not path.is_dir()):
+            with open(path, "ab", buffering=0) as file:
+                file.write(data)
+            return
+    except OSError as error:
+        raise explain(error, f"writing {path}") from None
+    write_atomic(path, data)
 
 
 def pin(model: Model, name: str, revision: str, directory: str) -> None:

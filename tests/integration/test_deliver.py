@@ -228,6 +228,23 @@ def test_result_is_the_json_document(mx: Mx, hub: servers.Hub, tmp_path: Path) -
     assert os.listdir(file.parent) == ["result.json"]
 
 
+def test_result_goes_into_what_is_no_file(mx: Mx, hub: servers.Hub, tmp_path: Path) -> None:
+    """As root, a rename would put a file where the device is, for everybody."""
+    hub.commit(SMALL)
+    device = tmp_path / "stdout"
+    device.symlink_to("/proc/self/fd/2")
+    result = mx("prefetch", hub.uri, "-q", "--result", device, env=hub.env).ok()
+    assert json.loads(result.err)["role"] == "leader"
+    assert device.is_symlink()
+    device.unlink()
+    device.symlink_to("/proc/self/fd/0")
+    with open(tmp_path / "file", "wb+") as file:
+        command = [sys.executable, "-m", "mx_cli", "prefetch", hub.uri, "--result", str(device)]
+        subprocess.run(command, env=clean_env(mx.home, mx.cache, hub.env), stdin=file, check=True)
+    assert json.loads((tmp_path / "file").read_text())["role"] == "hit"
+    assert device.is_symlink()
+
+
 # --- -- CMD ------------------------------------------------------------------------------------------------------
 
 SHOW = "import json, os, sys; print(json.dumps({'args': sys.argv[1:], 'env': dict(os.environ)}))"
