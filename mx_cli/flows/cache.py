@@ -91,6 +91,9 @@ def targets(context: Context, named: Iterable[str]) -> list[Target]:
 
 
 def _target(context: Context, known: dict[str, Model], name: str) -> Target:
+    if name.endswith("@"):
+        # The revision of a script's empty variable: the whole model was not meant.
+        raise UsageError(f"{name}: no revision after the @", hint="leave the @ out to name the whole model")
     model, suffix = _model(context, known, name)
     if model is None and "@" in name:
         head, _, tail = name.rpartition("@")

@@ -151,6 +151,12 @@ def test_rm_asks_for_yes_and_spares_pins(mx: Mx, hub: Hub) -> None:
     assert broken_promises(mx.cache) == []
 
 
+def test_rm_of_an_empty_revision_is_refused(mx: Mx, hub: Hub) -> None:
+    """MODEL@$REV with an empty REV must not take every revision of the model."""
+    fetch(mx, hub)
+    assert "no revision after the @" in mx("cache", "rm", f"{hub.uri}@", "--yes", env=hub.env).exits(2).err
+
+
 def test_rm_with_force_takes_the_pin_too(mx: Mx, hub: Hub) -> None:
     sha = fetch(mx, hub, "--pin", "prod")
     mx("cache", "rm", f"{hub.uri}@{sha[:10]}", "--force", "--yes").ok()
