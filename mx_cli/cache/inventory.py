@@ -138,7 +138,7 @@ def _manifests(directory: Path) -> tuple[list[Manifest], list[str], str]:
         except OSError as error:
             unread.append(name)
             sealed = f"its manifest cannot be read now ({error.strerror})"
-        except (ValueError, IntegrityError):
+        except (ValueError, RecursionError, IntegrityError):
             unread.append(name)
     return read, unread, sealed
 

@@ -183,7 +183,7 @@ def read_json(path: Path) -> Any:
     """The document, or None when it is missing, hidden, unreadable or not JSON (yet)."""
     try:
         return json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 

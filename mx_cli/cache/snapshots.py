@@ -56,7 +56,7 @@ class Snapshots:
             try:
                 data = seen(path.read_bytes, self._patience, within=self._model.path, pause=self._pause)
                 self._read[path] = Manifest.from_json(json.loads(data), str(path))
-            except (OSError, ValueError, IntegrityError):
+            except (OSError, ValueError, RecursionError, IntegrityError):
                 return None
         return self._read[path]
 
