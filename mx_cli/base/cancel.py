@@ -32,7 +32,7 @@ class Stop:
                 f"the command did not finish within --timeout ({timeout:g} s)",
                 hint="run it again: it goes on from what is there",
             )
-            self._timer = threading.Timer(timeout, self.request, [reason])
+            self._timer = threading.Timer(min(timeout, threading.TIMEOUT_MAX), self.request, [reason])
             self._timer.daemon = True
             self._timer.start()
 

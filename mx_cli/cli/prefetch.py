@@ -94,6 +94,8 @@ def _check_program(name: str, environ: Mapping[str, str]) -> None:
     """A misspelt program is found before the download, unless it is to come with it."""
     from mx_cli.base.errors import UsageError
 
+    if not name:
+        raise UsageError("cannot run '': the name of a program is missing after --")
     if "{}" in name:
         return
     places = [""] if "/" in name else os.get_exec_path(environ)
