@@ -15,9 +15,9 @@ import pytest
 from tests.rig import cachecheck, mounts, servers
 from tests.support import MIB, Mx, Result, Running, capability, checkpoint_files, need, tree
 
-# Of each race, where processes meet for real; the rest differs in single calls.
-ROUNDS = 5
-FEWER = 2
+# Of each race, where processes meet for real; the rest differs in single calls. `scripts/bench torture` asks for more.
+ROUNDS = int(os.environ.get("MX_TEST_ROUNDS", "5"))
+FEWER = max(2, ROUNDS * 2 // 5)
 STALE = ("-o", "attr_timeout=30,entry_timeout=30,negative_timeout=30")
 OTHER_NODE = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 Faults = Callable[..., dict[str, str]]
@@ -124,6 +124,7 @@ def after(place: Place, number: int, right: dict[str, str], *ends: Result) -> li
     return documents
 
 
+@pytest.mark.race
 @pytest.mark.parametrize("place", PLACES + REST, indirect=True)
 def test_herd(place: Place) -> None:
     """Several at once: one downloads, each byte comes once, all end well."""
@@ -137,6 +138,7 @@ def test_herd(place: Place) -> None:
         assert place.hub.bytes_served("model-0") == place.weights
 
 
+@pytest.mark.race
 @pytest.mark.parametrize("place", PLACES, indirect=True)
 def test_leader_killed(place: Place) -> None:
     """One of the followers takes over, and the others follow it."""
@@ -151,6 +153,7 @@ def test_leader_killed(place: Place) -> None:
         assert [document["role"] for document in documents].count("leader") == 1, documents
 
 
+@pytest.mark.race
 @pytest.mark.parametrize("place", PLACES, indirect=True)
 def test_leader_frozen(place: Place) -> None:
     """It is deposed, woken while its successor works or after, and ends as well as the others."""
