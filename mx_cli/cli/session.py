@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from mx_cli.base import redact
 from mx_cli.base.cancel import Stop
 from mx_cli.base.config import Resolved, Settings, asks_for_json, outlets, resolve
-from mx_cli.base.errors import FinishedWithWarnings, Interrupted, MissingCapability, MxError
+from mx_cli.base.errors import FinishedWithWarnings, Interrupted, MissingCapability, MxError, UsageError
 from mx_cli.base.events import Event
 
 if TYPE_CHECKING:
@@ -74,6 +74,9 @@ class Session:
             code = 128 + signal.SIGPIPE
         except ImportError as error:
             code = self._fail(_missing(error), error if (error.name or "mx_cli").startswith("mx_cli") else None)
+        except FileNotFoundError as error:
+            lost = _lost(error)
+            code = self._fail(lost, None if isinstance(lost, UsageError) else error)
         except Exception as error:  # noqa: BLE001 - the last place where a bug can still be explained
             code = self._fail(MxError(f"a bug in mx: {type(error).__name__}: {error}"), error)
         finish(code)
@@ -129,10 +132,17 @@ class Session:
     def answer(self, text: str, document: Mapping[str, Any], *, final: str = "") -> None:
         """The result: `document` with --json, else `text` (nothing when empty). `final` also goes to the termination log."""
         self.conclude(final or text)
-        out = json.dumps(document, ensure_ascii=False) if self.as_json else text
+        out = _json(document) if self.as_json else text
         if out:
-            sys.stdout.write(out + "\n")
-            sys.stdout.flush()
+            try:
+                sys.stdout.write(out + "\n")
+                sys.stdout.flush()
+            except BrokenPipeError:
+                raise
+            except OSError as error:
+                from mx_cli.base.oserrors import explain
+
+                raise explain(error, "writing to stdout") from None
 
     def conclude(self, final: str) -> None:
         """The work is done: `final` is what the termination log will say."""
@@ -183,7 +193,7 @@ class Session:
                 "error": {**error.to_json(), "message": redact.text(error.what)},
             }
             with contextlib.suppress(OSError):
-                sys.stdout.write(json.dumps(document, ensure_ascii=False) + "\n")
+                sys.stdout.write(_json(document) + "\n")
         self._termination(f"mx: error: {redact.text(error.what)}")
         return error.exit_code
 
@@ -208,7 +218,26 @@ class Session:
         path = self._outlets.termination_log or (TERMINATION_LOG if TERMINATION_LOG.exists() else None)
         if path and sentence:
             with contextlib.suppress(OSError):
-                path.write_bytes(sentence.encode()[:TERMINATION_LIMIT])
+                path.write_bytes(sentence.encode(errors="backslashreplace")[:TERMINATION_LIMIT])
+
+
+def _json(document: Mapping[str, Any]) -> str:
+    """One line; escaped where a name is not UTF-8, or stdout's encoding has no such letter."""
+    text = json.dumps(document, ensure_ascii=False)
+    try:
+        text.encode(sys.stdout.encoding)
+    except UnicodeError:
+        return json.dumps(document)
+    return text
+
+
+def _lost(error: FileNotFoundError) -> MxError:
+    """Relative paths mean nothing once the current directory is removed; anything else is a bug."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return UsageError("the current directory is gone", hint="cd to one that exists, or give absolute paths")
+    return MxError(f"a bug in mx: {type(error).__name__}: {error}")
 
 
 class _Redacting:

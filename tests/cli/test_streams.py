@@ -503,3 +503,25 @@ def test_x04_leader_follower_hit_and_resumed(mx: Mx, faultd: servers.Faultd) -> 
     assert timed(hit)["bytes_fetched"] == 0
     assert "revalidated, not transferred" in hit.err
     summary(hit, "hit")
+
+
+def test_a_name_that_is_no_text_leaves_one_json_document(mx: Mx) -> None:
+    for encoding in ("utf-8:strict", "utf-8:surrogateescape", "ascii:strict"):
+        result = mx("prefetch", "./\udcff", "--json", env={"PYTHONIOENCODING": encoding}).exits(10)
+        assert "\udcff" in result.json()["error"]["message"]
+
+
+def test_stdout_without_space_is_no_bug(mx: Mx) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "mx_cli", "config"]
+        done = subprocess.run(command, env=clean_env(mx.home, mx.cache), stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 15, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_removed_current_directory_is_named(mx: Mx, tmp_path: Path) -> None:
+    script = 'mkdir gone && cd gone && rmdir ../gone && exec "$0" -m mx_cli prefetch ./model --json'
+    command = ["sh", "-c", script, sys.executable]
+    done = subprocess.run(command, cwd=tmp_path, env=clean_env(mx.home, mx.cache), capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "current directory" in json.loads(done.stdout)["error"]["message"]
