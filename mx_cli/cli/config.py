@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mx_cli.base import redact
 from mx_cli.base.config import FIELDS, SECRET
 from mx_cli.cli.options import CACHE, ELECTION, ORIGIN, TRANSFER, command
 from mx_cli.cli.session import Session
@@ -21,6 +22,8 @@ def config(session: Session) -> None:
 
 
 def _plain(value: object) -> object:
+    if isinstance(value, str):
+        return redact.text(value)
     return value if isinstance(value, (bool, int, float, type(None))) else str(value)
 
 

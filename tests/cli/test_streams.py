@@ -525,3 +525,11 @@ def test_a_removed_current_directory_is_named(mx: Mx, tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=clean_env(mx.home, mx.cache), capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
     assert "current directory" in json.loads(done.stdout)["error"]["message"]
+
+
+def test_config_shows_no_secrets_of_an_endpoint(mx: Mx) -> None:
+    env = {"MX_ENDPOINT_URL": "http://user:SECRETPW@store:9000/?sig=SECRETSIG"}
+    for words in (("config",), ("config", "--json")):
+        out = mx(*words, env=env).ok().out
+        assert "http://store:9000" in out
+        assert "SECRET" not in out
