@@ -53,8 +53,12 @@ def _text(text: str) -> str:
     return text
 
 
-def _path(text: str) -> Path:
-    return Path(text).expanduser().absolute()
+def read_path(text: str) -> Path:
+    """An absolute path; `~` is a home. Raises UsageError when there is no such home."""
+    try:
+        return Path(text).expanduser().absolute()
+    except RuntimeError as error:
+        raise UsageError(f"not a path: {text!r} ({error})") from None
 
 
 def _choice(*values: str) -> Parse:
@@ -76,7 +80,7 @@ def _set(env: str, parse: Parse, default: Any, text: str, *, also: tuple[str, ..
 class Settings:
     """All settings, typed. Sizes in bytes, durations in seconds. `--kebab-case` of the name is the option, where a command has it."""
 
-    cache_dir: Path | None = _set("MX_CACHE_DIR", _path, None, "root of the shared cache")
+    cache_dir: Path | None = _set("MX_CACHE_DIR", read_path, None, "root of the shared cache")
     endpoint_url: str | None = _set("MX_ENDPOINT_URL", _text, None, "endpoint of an S3- or GCS-compatible store")
     anon: bool = _set("MX_ANON", _flag, False, "send no credentials")
     requester_pays: bool = _set("MX_REQUESTER_PAYS", _flag, False, "accept the requester's charges")
@@ -85,13 +89,13 @@ class Settings:
     )
     ca_bundle: Path | None = _set(
         "MX_CA_BUNDLE",
-        _path,
+        read_path,
         None,
         "file of CA certificates to trust",
         also=("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE"),
     )
     insecure: bool = _set("MX_INSECURE", _flag, False, "do not verify TLS certificates")
-    hf_token_file: Path | None = _set("MX_HF_TOKEN_FILE", _path, None, "file with the Hugging Face token")
+    hf_token_file: Path | None = _set("MX_HF_TOKEN_FILE", read_path, None, "file with the Hugging Face token")
     offline: bool = _set("MX_OFFLINE", _flag, False, "use the cache only, open no connection", also=("HF_HUB_OFFLINE",))
     if_unreachable: str = _set(
         "MX_IF_UNREACHABLE",
@@ -127,19 +131,19 @@ class Settings:
         "MX_PROGRESS_EVERY", units.parse_duration, 10.0, "seconds between two plain progress lines"
     )
     log_format: str = _set("MX_LOG_FORMAT", _choice("text", "json"), "text", "format of stderr")
-    termination_log: Path | None = _set("MX_TERMINATION_LOG", _path, None, "file for the final sentence")
+    termination_log: Path | None = _set("MX_TERMINATION_LOG", read_path, None, "file for the final sentence")
     debug: bool = _set("MX_DEBUG", _flag, False, "show tracebacks")
     strict: bool = _set("MX_STRICT", _flag, False, "exit 3 when there were warnings")
     no_color: bool = _set("", lambda text: text != "", False, "no colours", also=("NO_COLOR",))
     ci: bool = _set("", lambda text: text not in ("", "0", "false"), False, "a CI system: no bars", also=("CI",))
     term: str = _set("", _text, "", "kind of terminal", also=("TERM",))
-    home: Path | None = _set("", _path, None, "home directory", also=("HOME",))
-    xdg_cache_home: Path | None = _set("", _path, None, "where caches live", also=("XDG_CACHE_HOME",))
-    hf_home: Path | None = _set("", _path, None, "home of Hugging Face tools", also=("HF_HOME",))
-    hf_hub_cache: Path | None = _set("", _path, None, "hub cache of Hugging Face tools", also=("HF_HUB_CACHE",))
+    home: Path | None = _set("", read_path, None, "home directory", also=("HOME",))
+    xdg_cache_home: Path | None = _set("", read_path, None, "where caches live", also=("XDG_CACHE_HOME",))
+    hf_home: Path | None = _set("", read_path, None, "home of Hugging Face tools", also=("HF_HOME",))
+    hf_hub_cache: Path | None = _set("", read_path, None, "hub cache of Hugging Face tools", also=("HF_HUB_CACHE",))
     hf_endpoint: str = _set("", _text, "https://huggingface.co", "the hub", also=("HF_ENDPOINT",))
     hf_token: str | None = _set("", _text, None, "token of the hub", also=("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"))
-    hf_token_path: Path | None = _set("", _path, None, "token file of Hugging Face tools", also=("HF_TOKEN_PATH",))
+    hf_token_path: Path | None = _set("", read_path, None, "token file of Hugging Face tools", also=("HF_TOKEN_PATH",))
     s3_endpoint: str | None = _set("", _text, None, "S3 endpoint", also=("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"))
     gcs_endpoint: str | None = _set("", _text, None, "GCS emulator", also=("STORAGE_EMULATOR_HOST",))
 

@@ -37,7 +37,7 @@ ELECTION = ("wait", "ttl", "beat", "node_name", "namespace")
 CONSENT = ("--yes", "--force")
 """What a person has to say each time: a variable that is left set must not remove anything."""
 
-_METAVARS = {"parse_size": "SIZE", "parse_duration": "DURATION", "_count": "N", "_path": "PATH", "_text": "TEXT"}
+_METAVARS = {"parse_size": "SIZE", "parse_duration": "DURATION", "_count": "N", "read_path": "PATH", "_text": "TEXT"}
 
 Command = Callable[..., None]
 

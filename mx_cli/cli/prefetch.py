@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
+from mx_cli.base.config import read_path
 from mx_cli.cli.options import CACHE, ELECTION, ORIGIN, TRANSFER, command
 from mx_cli.cli.session import Session
 
@@ -59,8 +60,8 @@ def prefetch(
         everything=everything,
         verify=verify,
         pin=pin,
-        to=None if not to else Path(to).expanduser().absolute(),
-        link=None if not link else Path(link).expanduser().absolute(),
+        to=read_path(to) if to else None,
+        link=read_path(link) if link else None,
         hf_cache=None if hf_cache is None else Path(hf_cache),
     )
     if dry_run:
@@ -82,7 +83,7 @@ def _report(session: Session, outcome: Outcome, result: str | None, has_command:
     session.emit(Notice(outcome.summary()))
     document = outcome.to_json()
     if result:
-        write_result(Path(result).expanduser().absolute(), document)
+        write_result(read_path(result), document)
     if has_command:
         # Whoever takes this process over owns its stdout.
         session.conclude(str(outcome.directory))

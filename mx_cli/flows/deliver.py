@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mx_cli.base import canonical
-from mx_cli.base.config import Settings
+from mx_cli.base.config import Settings, read_path
 from mx_cli.base.errors import FilesystemRefused, UsageError
 from mx_cli.base.oserrors import explain
 from mx_cli.cache.layout import Cache, Model, make_dirs, names, ref_file, sync_directory, write_atomic
@@ -147,7 +147,7 @@ def check_hub(uri: str) -> None:
 def hub_cache(given: Path, settings: Settings) -> Path:
     """The Hugging Face cache that was asked for; for an empty path the one that its own tools would use."""
     if str(given) not in ("", "."):
-        return given.expanduser().absolute()
+        return read_path(str(given))
     home = settings.hf_home or (settings.home or Path("/")) / ".cache" / "huggingface"
     return settings.hf_hub_cache or home / "hub"
 

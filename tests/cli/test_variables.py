@@ -115,6 +115,7 @@ def test_a_wrong_file_is_a_usage_error(mx: Mx, tmp_path: Path, text: str, says: 
     result = mx("config", "--config", tmp_path / "config.toml").exits(2)
     assert says in result.err
     assert "no such" in mx("config", "--config", tmp_path / "absent.toml").exits(2).err
+    assert "not a path" in mx("config", "--cache-dir", "~nobody-of-that-name/x").exits(2).err
 
 
 @pytest.mark.parametrize(
