@@ -27,6 +27,8 @@ from __future__ import annotations
 import signal
 from typing import Any, ClassVar
 
+from mx_cli.base import redact
+
 
 class MxError(Exception):
     """An error with an exit code, a sentence for people and a hint: the next command to try."""
@@ -52,11 +54,12 @@ class MxError(Exception):
         return self.retry == "yes"
 
     def to_json(self) -> dict[str, Any]:
+        """For documents, logs and other processes: without secrets."""
         return {
             "code": self.exit_code,
             "name": self.name,
-            "message": self.what,
-            "hint": self.hint,
+            "message": redact.text(self.what),
+            "hint": redact.text(self.hint),
             "retryable": self.retryable,
             "via": self.via,
         }

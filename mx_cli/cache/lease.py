@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mx_cli.base import canonical, redact
+from mx_cli.base import canonical
 from mx_cli.base.errors import MxError, by_name
 from mx_cli.base.oserrors import explain
 from mx_cli.base.version import VERSION
@@ -157,8 +157,9 @@ class Lease:
         data = canonical.dumps({"token": self._token, "lock": self._take_lock(), **whoami(**self._me)})
         mine = self.path / f".{secrets.token_hex(8)}.tmp"
         target = self.path / f"lead.{term}"
-        write_private(mine, data)
+        won = False
         try:
+            write_private(mine, data)
             os.link(mine, target)
             won = True
         except FileExistsError:
@@ -171,8 +172,8 @@ class Lease:
         finally:
             with contextlib.suppress(OSError):
                 os.unlink(mine)
-        if not won:
-            self.drop_lock()
+            if not won:
+                self.drop_lock()
         return won
 
     def _claim_exclusively(self, target: Path, data: bytes) -> bool:
@@ -246,11 +247,10 @@ class Lease:
 
     def fail(self, term: int, error: MxError, selection: str = "") -> None:
         """Tell those who follow this term, for the same selection, why it ended. Best effort."""
-        data = {"name": error.name, "code": error.exit_code, "message": redact.text(error.what), "hint": error.hint}
-        data["at"] = round(time.time())
+        data = {**error.to_json(), "at": round(time.time()), "selection": selection}
         temporary = self.path / f".{secrets.token_hex(8)}.tmp"
         try:
-            write_private(temporary, canonical.dumps({**data, "selection": selection}), sync=False)
+            write_private(temporary, canonical.dumps(data), sync=False)
             os.rename(temporary, self.path / f"failed.{term}")
         except (OSError, MxError):
             # A full disk has no room for reasons, but for an empty name.
@@ -278,8 +278,7 @@ class Lease:
 
     def failed_at(self, term: int) -> float:
         """When a term failed, by its leader's clock, in seconds since 1970; 0 when that is not known."""
-        data = read_json(self.path / f"failed.{term}")
-        return float(data.get("at", 0)) if isinstance(data, dict) else 0.0
+        return float(self._failed(term).get("at", 0))
 
     def note(self, name: str) -> Mapping[str, Any]:
         """What a note says; empty when it cannot be read, or no longer."""

@@ -187,11 +187,7 @@ class Session:
 
             traceback.print_exception(bug or error, file=_Redacting())
         if self.as_json:
-            document = {
-                "schema": 1,
-                **self.failed_document,
-                "error": {**error.to_json(), "message": redact.text(error.what)},
-            }
+            document = {"schema": 1, **self.failed_document, "error": error.to_json()}
             with contextlib.suppress(OSError):
                 sys.stdout.write(_json(document) + "\n")
         self._termination(f"mx: error: {redact.text(error.what)}")

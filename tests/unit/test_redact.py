@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mx_cli.base import redact
+from mx_cli.base.errors import NotFound
 
 
 @pytest.mark.parametrize(
@@ -47,3 +48,9 @@ def test_p37_secrets_go(text: str) -> None:
 )
 def test_p37_everything_else_stays(text: str) -> None:
     assert redact.text(text) == text
+
+
+def test_an_error_leaves_the_process_without_secrets() -> None:
+    found = NotFound("no https://h/x?token=abc", hint="try https://user:pass@h/y?sig=abc").to_json()
+    assert found["message"] == "no https://h/x"
+    assert found["hint"] == "try https://h/y"

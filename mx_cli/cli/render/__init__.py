@@ -19,10 +19,10 @@ STEP = 0.05
 
 def say_error(error: MxError, log_format: str, run: str) -> None:
     """The last lines of a command that failed."""
-    what, hint = redact.text(error.what), redact.text(error.hint)
+    said = error.to_json()
+    what, hint = said["message"], said["hint"]
     if log_format == "json":
-        fields = {**error.to_json(), "message": what, "hint": hint}
-        _write(json.dumps(line("error", "error", what, run, fields), ensure_ascii=False))
+        _write(json.dumps(line("error", "error", what, run, said), ensure_ascii=False))
         return
     _write(f"mx: error: {what}")
     if error.via:
