@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mx_cli.base import canonical
-from mx_cli.base.errors import FilesystemRefused, UsageError
+from mx_cli.base.errors import FilesystemRefused, MxError, UsageError
 from mx_cli.base.oserrors import explain
 
 FORMAT = 1
@@ -326,9 +326,9 @@ class Model:
         """Leave today's mark, for gc; best effort, and nothing on a read-only mount."""
         day = time.strftime("%Y%m%d", time.gmtime())
         directory = self.used(revision)
-        if day in names(directory) or not os.access(self.path, os.W_OK):
-            return
-        with contextlib.suppress(OSError, FilesystemRefused):
+        with contextlib.suppress(OSError, MxError):
+            if day in names(directory) or not os.access(self.path, os.W_OK):
+                return
             make_dirs(directory)
             os.close(os.open(directory / day, os.O_WRONLY | os.O_CREAT, 0o666))
 
