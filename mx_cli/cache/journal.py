@@ -21,7 +21,10 @@ from mx_cli.cache.layout import names
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """`length` bytes at `offset` of a part, with their xxh3-128 in hex. No bytes: the term means to make that file."""
+    """`length` bytes at `offset` of a part, with their xxh3-128 in hex.
+
+    No bytes: the term means to make that file; `digest` then names the content that the origin promised, `-` for none.
+    """
 
     part: str
     offset: int
@@ -45,9 +48,12 @@ class Journal:
         """Append one claim. Raises NoSpace, FilesystemRefused."""
         self._write(_line(claim))
 
-    def announce(self, parts: Iterable[str]) -> None:
-        """Say which files the term means to make, before it makes any: gc knows by that what is ours, and what is foreign."""
-        self._write(b"".join(_line(Claim(part, 0, 0, "-")) for part in parts))
+    def announce(self, parts: Iterable[tuple[str, str]]) -> None:
+        """Say which files (part, promised content) the term means to make, before it makes any.
+
+        gc knows by that what is ours, and what is foreign; another revision's leader, which parts are of its files too.
+        """
+        self._write(b"".join(_line(Claim(part, 0, 0, content or "-")) for part, content in parts))
 
     def _write(self, lines: bytes) -> None:
         try:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
 
+from mx_cli.base import canonical
 from mx_cli.base.oserrors import explain
 from mx_cli.cache.journal import Claim, Journal, claims
 from mx_cli.cache.layout import Model, make_dirs, names, part_id
@@ -20,6 +22,13 @@ from mx_cli.model.manifest import Entry
 from mx_cli.plan.ranges import Span, merge
 
 UNRESERVED = 256 << 10
+
+
+def promised(entry: Entry) -> str:
+    """What the origin promises of a file's content, as 16 hex digits; empty when it promises nothing to rely on."""
+    if not entry.resumable:
+        return ""
+    return canonical.sha256([entry.path, entry.size, entry.validator, dict(entry.digests)])[:16]
 
 
 @dataclass(slots=True)
@@ -62,7 +71,7 @@ class Parts:
 
     def announce(self, entries: list[Entry]) -> None:
         """Journal which files this term is about; gc sweeps those that nobody vouches for, should the term die."""
-        self.journal.announce(part_id(entry.path) for entry in entries)
+        self.journal.announce((part_id(entry.path), promised(entry)) for entry in entries)
 
     def fence(self, entries: list[Entry], published: dict[str, Path]) -> None:
         """Take every part away from earlier terms; and look again at published files that no manifest vouches for.
@@ -77,6 +86,24 @@ class Parts:
                     self._take_back(final, self.path(entry))
             except OSError as error:
                 raise explain(error, f"taking over {entry.path}") from None
+
+    def borrow(self, entries: list[Entry]) -> None:
+        """Take a second name for what other revisions began of equal files, and hear their claims. Where links work."""
+        wanted = {part_id(e.path): e for e in entries if promised(e) and not self.started(e)}
+        for revision in names(self._staging.parent) if wanted else ():
+            staging = self._staging.parent / revision
+            begun = {name.partition(".part.")[0]: name for name in sorted(names(staging)) if ".part." in name}
+            if staging == self._staging or not begun.keys() & wanted.keys():
+                continue
+            known = claims(staging, before=sys.maxsize)
+            for part in begun.keys() & wanted.keys():
+                entry, said = wanted[part], known.get(part, [])
+                if not any(claim.length == 0 and claim.digest == promised(entry) for claim in said):
+                    continue
+                with contextlib.suppress(OSError):
+                    os.link(staging / begun[part], self.path(entry))
+                    self._claims[part] = [*self._claims.get(part, []), *said]
+                    del wanted[part]
 
     def _take(self, entry: Entry) -> bool:
         taken = False

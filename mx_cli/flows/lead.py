@@ -131,6 +131,7 @@ class Leader:
             self._check_term()
             self._sweep_unversioned()
             parts.fence(left, {e.path: self._target / e.path for e in left})
+            parts.borrow(left)
             self._clock.verify += time.monotonic() - start
             self._fetch(left, parts, chosen)
             start = time.monotonic()

@@ -634,3 +634,21 @@ def test_dry_run_writes_nothing(mx: Mx, hub: servers.Hub, tmp_path: Path) -> Non
     assert {path: path.stat().st_mtime_ns for path in mx.cache.rglob("*")} == before
     assert set(os.listdir(tmp_path)) == places
     assert hub.bytes_served("/resolve/") == len(SMALL["model.bin"])
+
+
+def test_what_another_revision_began_is_gone_on_with(mx: Mx, hub: servers.Hub) -> None:
+    """The branch moved while a download was killed: the files that did not change go on where they were."""
+    files = checkpoint_files(shards=2, size=4_000_000)
+    hub.commit(files)
+    hub.flags("slow=1500000")
+    first = mx.start("prefetch", hub.uri, env=hub.env | {"MX_PROGRESS_EVERY": "0.1s"})
+    first.wait_err("transfer +[5-8][0-9] %", 60)
+    first.kill()
+    hub.flags("ok")
+    changed = files | {"config.json": files["config.json"].replace(b"{", b'{"new": 1, ', 1)}
+    hub.commit(changed)
+    hub.reset()
+    second = mx("prefetch", hub.uri, "--json", env=hub.env).ok().json()
+    assert tree(Path(second["dir"])) == cachecheck.sums(changed)
+    total = sum(len(data) for name, data in files.items() if name.endswith(".safetensors"))
+    assert hub.bytes_served("model-0") < 0.7 * total

@@ -250,7 +250,7 @@ def unfinished(model: Model, revision: str, term: int, files: dict[str, bytes]) 
     staging = model.staging(revision)
     staging.mkdir(parents=True, exist_ok=True)
     journal = Journal(staging, term)
-    journal.announce(part_id(path) for path in files)
+    journal.announce((part_id(path), "") for path in files)
     for path, data in files.items():
         journal.record(Claim(part_id(path), 0, len(data), "0" * 32))
         place = staging / f"{part_id(path)}.part.{term}" if path == "part" else model.snapshot(revision) / path
