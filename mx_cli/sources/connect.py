@@ -52,7 +52,7 @@ class Connections:
         proxy = self._proxy(scheme, host, port)
         shown = f"{place} (through the proxy {urlsplit(proxy).netloc.rpartition('@')[2]})" if proxy else place
         try:
-            connection = self._opened(scheme, host, port, proxy)
+            sock = self._opened(scheme, host, port, proxy)
         except (OSError, ValueError) as error:
             raise self._explain(shown, error) from None
         except Exception as error:
@@ -63,11 +63,11 @@ class Connections:
                 raise
             cause = error.__cause__ or error.__context__ or error
             raise self._explain(shown, cause if isinstance(cause, OSError) else error) from None
-        sock = connection.sock
-        connection.sock = None
         return Wire(sock, place, self._settings.stall_timeout)
 
-    def _opened(self, scheme: str, host: str, port: int, proxy: str | None) -> HTTPConnection:
+    def _opened(self, scheme: str, host: str, port: int, proxy: str | None) -> socket.socket:
+        if scheme == "http" and not proxy:
+            return socket.create_connection((host, port), self._settings.connect_timeout)
         from urllib3.connection import HTTPConnection, HTTPSConnection
 
         timeout = self._settings.connect_timeout
@@ -88,7 +88,9 @@ class Connections:
         else:
             connection = HTTPConnection(to_host, to_port, timeout=timeout)
         connection.connect()
-        return connection
+        sock: socket.socket = connection.sock
+        connection.sock = None
+        return sock
 
     def _explain(self, place: str, error: Exception) -> MxError:
         if "CERTIFICATE_VERIFY_FAILED" in str(error) or isinstance(error, ssl.SSLCertVerificationError):
