@@ -54,7 +54,9 @@ def _text(text: str) -> str:
 
 
 def read_path(text: str) -> Path:
-    """An absolute path; `~` is a home. Raises UsageError when there is no such home."""
+    """An absolute path; `~` is a home. Raises UsageError when there is no such home, and for no path."""
+    if not text:
+        raise UsageError("an empty path")
     try:
         return Path(text).expanduser().absolute()
     except RuntimeError as error:

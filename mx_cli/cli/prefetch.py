@@ -46,9 +46,12 @@ def prefetch(
     ] = None,
 ) -> None:
     """Bring a checkpoint into the shared cache, once; print its directory."""
+    from mx_cli.base.errors import UsageError
     from mx_cli.flows import prefetch as flow
     from mx_cli.flows.request import Request
 
+    if pin and not pin.isprintable():
+        raise UsageError(f"--pin {pin!r}: not a name that can be shown")
     context = session.context()
     session.cache_line(context.cache().root)
     request = Request(

@@ -99,6 +99,8 @@ def parse(
     base, _, transport = scheme.partition("+")
     if scheme == "file":
         return _file_uri(text, rest)
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise UsageError(f"not a URI: {redact.text(repr(text))} is not UTF-8")
     if scheme == "hf":
         return _hub(rest, text)
     if scheme in ("http", "https"):
