@@ -26,7 +26,6 @@ class Stop:
         self._changed = threading.Condition(threading.RLock())
         self._reason: MxError | None = None
         self._hooks: list[Callable[[], None]] = []
-        self._timer: threading.Timer | None = None
         if timeout is not None:
             reason = TimedOut(
                 f"the command did not finish within --timeout ({timeout:g} s)",
@@ -80,23 +79,3 @@ class Stop:
         finally:
             with self._changed:
                 self._hooks.remove(hook)
-
-    def close(self) -> None:
-        """End the timer. Idempotent."""
-        if self._timer:
-            self._timer.cancel()
-
-
-class Deadline:
-    """A moment on this process's monotonic clock; `None` seconds means never."""
-
-    def __init__(self, seconds: float | None) -> None:
-        self._end = None if seconds is None else time.monotonic() + seconds
-
-    @property
-    def left(self) -> float:
-        return float("inf") if self._end is None else max(0.0, self._end - time.monotonic())
-
-    @property
-    def passed(self) -> bool:
-        return self.left == 0.0

@@ -109,7 +109,3 @@ class Progress(Event):
         left = (self.bytes_total - self.bytes_done) / self.rate if self.rate and begun else 0
         files = f"  {self.files_done}/{self.files_total} files" if self.files_total else ""
         return f"{self.phase}  {line}{files}" + (f"  {units.duration(left)} left" if left >= 1 else "")
-
-
-def ignore(event: Event) -> None:
-    """An Emit for callers that do not watch."""

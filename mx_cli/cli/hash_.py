@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
@@ -12,6 +13,7 @@ from mx_cli.cli.session import Session
 if TYPE_CHECKING:
     from mx_cli.flows.hash import HashResult
 
+Identify = Callable[[str, str | None], "HashResult"]
 TEXT = Optional[str]  # noqa: UP045 - typer reads the object
 MANY = Optional[list[str]]  # noqa: UP045
 
@@ -107,11 +109,11 @@ def _modelexpress(session: Session, model: str | None, fields: list[str]) -> Non
     session.answer(found, {"schema": 1, "scheme": "modelexpress", "identity": found}, final=found)
 
 
-def _compare(session: Session, left: HashResult, identify: object, other: str, kind: str | None) -> None:
+def _compare(session: Session, left: HashResult, identify: Identify, other: str, kind: str | None) -> None:
     from mx_cli.base.errors import Incompatible
     from mx_cli.flows.hash import compare, saved_record
 
-    right = saved_record(other) or identify(other, None)  # type: ignore[operator]
+    right = saved_record(other) or identify(other, None)
     found = compare(left, right, kind)
     if not found.equal:
         session.failed_document = found.to_json()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,6 @@ class Outcome:
     files: int
     clock: Clock
     retries: int = 0
-    notes: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -82,7 +81,6 @@ class Outcome:
             "seconds": self.clock.to_json(),
             "fsync_seconds": round(self.clock.fsync, 3),
             "retries": self.retries,
-            **self.notes,
         }
 
     def summary(self) -> str:

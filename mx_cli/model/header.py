@@ -128,11 +128,8 @@ def header_length(first: bytes, file_size: int, name: str) -> int:
     return 8 + length
 
 
-def parse_header(first: bytes, file_size: int, name: str, *, lenient: bool = False) -> Header:
-    """The tensor table of the file `name` of `file_size` bytes; `first` holds at least header_length() bytes of it.
-
-    `lenient` believes the offsets of a tensor whose dtype is unknown, instead of refusing it.
-    """
+def parse_header(first: bytes, file_size: int, name: str) -> Header:
+    """The tensor table of the file `name` of `file_size` bytes; `first` holds at least header_length() bytes of it."""
     needed = header_length(first[:SNIFF_BYTES], file_size, name)
     if len(first) < needed:
         raise ValueError(f"{len(first)} bytes given, {needed} needed")
@@ -140,7 +137,7 @@ def parse_header(first: bytes, file_size: int, name: str, *, lenient: bool = Fal
         text = str(first[8:needed], "utf-8")
     except UnicodeDecodeError as bad:
         raise _refusal(name, f"header isn't UTF-8 (byte {8 + bad.start})") from None
-    reader = _Reader(text, name, needed, file_size, lenient)
+    reader = _Reader(text, name, needed, file_size)
     tensors, metadata = reader.read()
     tensors.sort(key=lambda tensor: (tensor.start, tensor.end, tensor.name))
     _check_layout(tensors, needed, file_size, name)
@@ -164,8 +161,8 @@ def _check_layout(tensors: list[Tensor], data_start: int, file_size: int, name: 
 class _Reader:
     """One pass over a header's JSON."""
 
-    def __init__(self, text: str, name: str, data_start: int, file_size: int, lenient: bool) -> None:
-        self.text, self.name, self.data_start, self.file_size, self.lenient = text, name, data_start, file_size, lenient
+    def __init__(self, text: str, name: str, data_start: int, file_size: int) -> None:
+        self.text, self.name, self.data_start, self.file_size = text, name, data_start, file_size
         self.decode = json.JSONDecoder(object_pairs_hook=_unique).raw_decode
 
     def read(self) -> tuple[list[Tensor], dict[str, str]]:
@@ -227,8 +224,6 @@ class _Reader:
     def _check_size(self, key: str, dtype: str, shape: list[int], size: int) -> None:
         bits = BITS.get(dtype)
         if bits is None:
-            if self.lenient:
-                return
             raise _refusal(self.name, f"tensor {_shown(key)}: unknown dtype {_shown(dtype)}")
         count = 0 if 0 in shape else 1
         for dim in shape:

@@ -20,7 +20,7 @@ from typing import Any
 
 from mx_cli.base import canonical
 from mx_cli.base.errors import UsageError
-from mx_cli.model.digest import TensorDigest
+from mx_cli.model.digest import FILE_DTYPE, TensorDigest
 from mx_cli.model.header import BITS
 
 KINDS = {"content": "mx1c-", "origin": "mx1o-", "config": "mx1x-"}
@@ -173,7 +173,7 @@ def _kind(row: TensorDigest) -> str:
 
 def byte_size(row: TensorDigest) -> int:
     """Bytes of a row's tensor (or file); 0 for a dtype that isn't known."""
-    count = BITS.get(row.dtype, 8 if row.dtype == "file" else 0)
+    count = BITS.get(row.dtype, 8 if row.dtype == FILE_DTYPE else 0)
     for dimension in row.shape:
         count *= dimension
     return count // 8

@@ -102,10 +102,6 @@ class Manifest:
     version: str = ""
     created: str = ""
 
-    @property
-    def size(self) -> int:
-        return sum(record.size for record in self.files)
-
     def record(self, path: str) -> FileRecord | None:
         return next((record for record in self.files if record.path == path), None)
 

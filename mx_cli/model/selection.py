@@ -30,10 +30,10 @@ from fnmatch import fnmatchcase
 
 from mx_cli.base.errors import NotFound
 from mx_cli.model.paths import check_paths, collisions
-from mx_cli.model.shard_index import Index, check_complete, check_index, is_index, read_index
+from mx_cli.model.shard_index import Index, check_complete, is_index, read_index
 
 __all__ = [
-    "RULES_VERSION", "Index", "Selection", "check_index", "check_paths", "collisions", "index_files", "read_index", "select",
+    "RULES_VERSION", "Index", "Selection", "check_paths", "collisions", "index_files", "read_index", "select",
 ]  # fmt: skip
 
 RULES_VERSION = 1
@@ -66,7 +66,6 @@ class Selection:
     bytes_saved: int
     weights: tuple[tuple[str, str], ...]
     indexes: tuple[Index, ...]
-    rules_version: int = RULES_VERSION
 
 
 def is_weight(path: str) -> bool:

@@ -43,13 +43,6 @@ def read_index(name: str, data: bytes) -> Index:
     return Index(name, folder, tuple(sorted(places.values())), mapped)
 
 
-def check_index(name: str, data: bytes, files: Collection[str]) -> Index:
-    """read_index, and IntegrityError that lists the shards which are not among `files`."""
-    index = read_index(name, data)
-    check_complete(index, files)
-    return index
-
-
 def check_complete(index: Index, files: Collection[str]) -> None:
     have = files if isinstance(files, (set, frozenset, dict)) else set(files)
     missing = [shard for shard in index.shards if shard not in have]
