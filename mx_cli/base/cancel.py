@@ -31,9 +31,9 @@ class Stop:
                 f"the command did not finish within --timeout ({timeout:g} s)",
                 hint="run it again: it goes on from what is there",
             )
-            self._timer = threading.Timer(min(timeout, threading.TIMEOUT_MAX), self.request, [reason])
-            self._timer.daemon = True
-            self._timer.start()
+            timer = threading.Timer(min(timeout, threading.TIMEOUT_MAX), self.request, [reason])
+            timer.daemon = True
+            timer.start()
 
     def request(self, reason: MxError) -> None:
         """Ask everybody to stop; the first reason stays. Idempotent, does not block."""
