@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
@@ -50,8 +51,9 @@ def prefetch(
     from mx_cli.flows import prefetch as flow
     from mx_cli.flows.request import Request
 
-    if pin and not pin.isprintable():
+    if pin is not None and not (pin and pin.isprintable()):
         raise UsageError(f"--pin {pin!r}: not a name that can be shown")
+    _check_stray(cmd or [])
     context = session.context()
     session.cache_line(context.cache().root)
     request = Request(
@@ -92,6 +94,16 @@ def _report(session: Session, outcome: Outcome, result: str | None, has_command:
         session.conclude(str(outcome.directory))
     else:
         session.answer(str(outcome.directory), document)
+
+
+def _check_stray(cmd: list[str]) -> None:
+    """A command to run comes after `--`; a second argument before it is a slip, not a program."""
+    from mx_cli.base.errors import UsageError
+
+    words = sys.argv[1:]
+    given = words[words.index("--") + 1 :] if "--" in words else []
+    if cmd and cmd != given:
+        raise UsageError(f"unexpected argument {cmd[0]!r}", hint="one URI; a command to run afterwards comes after --")
 
 
 def _check_program(name: str, environ: Mapping[str, str]) -> None:

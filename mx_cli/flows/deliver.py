@@ -20,6 +20,7 @@ from mx_cli.base.oserrors import explain
 from mx_cli.cache.layout import Cache, Model, make_dirs, names, ref_file, sync_directory, write_atomic
 from mx_cli.cache.reuse import duplicate
 from mx_cli.engine.verify import WholeDigest, read_through
+from mx_cli.flows.request import Request
 from mx_cli.model.manifest import FileRecord, Manifest
 from mx_cli.model.paths import fault
 
@@ -27,6 +28,16 @@ LAST = (".json",)
 # Seconds without a write. Who copies writes all the time, but for the sync of a large file at its end.
 ABANDONED_AFTER = 3600.0
 _TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.tmp")
+
+
+def check(request: Request, uri: str, root: Path) -> None:
+    """Refuse, before anything is fetched, what could not be delivered. Raises UsageError."""
+    if request.link:
+        place_of_link(request.link)
+    if request.to and Path(os.path.realpath(request.to)).is_relative_to(os.path.realpath(root)):
+        raise UsageError(f"--to {request.to} lies inside the cache {root}", hint="the cache's own directories are mx's")
+    if request.hf_cache is not None:
+        check_hub(uri)
 
 
 def place_of_link(path: Path) -> Path:

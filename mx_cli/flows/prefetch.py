@@ -71,10 +71,7 @@ class Prefetch:
         self._unreachable: Unreachable | None = None
 
     def run(self) -> Outcome:
-        if self._request.link:
-            deliver.place_of_link(self._request.link)
-        if self._request.hf_cache is not None:
-            deliver.check_hub(self._origin.uri)
+        deliver.check(self._request, self._origin.uri, self._cache.root)
         try:
             for attempt in range(1, CHANGES + 1):
                 try:

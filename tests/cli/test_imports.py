@@ -112,7 +112,7 @@ def test_x05_without_packages_for_gpus(mx: Mx, faultd: servers.Faultd, tmp_path:
 
 @pytest.mark.parametrize(
     ("package", "uri"),
-    [("urllib3", "http://127.0.0.1:9/x"), ("botocore", "s3://bucket/key"), ("google", "gs://bucket/key")],
+    [("urllib3", "https://127.0.0.1:9/x"), ("botocore", "s3://bucket/key"), ("google", "gs://bucket/key")],
 )
 def test_x05_a_missing_package_is_named(mx: Mx, tmp_path: Path, package: str, uri: str) -> None:
     result = mx("prefetch", uri, env=without(tmp_path, package) | {"MX_RETRY_FOR": "1s"})

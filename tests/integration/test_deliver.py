@@ -652,3 +652,12 @@ def test_what_another_revision_began_is_gone_on_with(mx: Mx, hub: servers.Hub) -
     assert tree(Path(second["dir"])) == cachecheck.sums(changed)
     total = sum(len(data) for name, data in files.items() if name.endswith(".safetensors"))
     assert hub.bytes_served("model-0") < 0.7 * total
+
+
+def test_what_cannot_be_delivered_is_refused_before_the_download(mx: Mx, hub: servers.Hub, tmp_path: Path) -> None:
+    hub.commit(checkpoint_files(shards=1, size=100_000))
+    inside = mx.cache / "models"
+    for words in ((hub.uri, "true"), ("--pin", "", hub.uri), ("--to", inside, hub.uri), ("--to", mx.cache, hub.uri)):
+        result = mx("prefetch", *words, env=hub.env).exits(2)
+        assert "Traceback" not in result.err
+    assert hub.bytes_served("model") == 0
