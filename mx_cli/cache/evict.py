@@ -20,6 +20,7 @@ from pathlib import Path
 
 from mx_cli.base import units
 from mx_cli.base.cancel import Stop
+from mx_cli.base.errors import MxError
 from mx_cli.cache.beat import Beat, Deposed
 from mx_cli.cache.follow import FIRST_POLL, Watch
 from mx_cli.cache.inventory import DAY, LEFT, Revision, owned, pins_by_revision, read_revision, walk
@@ -160,7 +161,13 @@ class _Eviction:
                 self._move(self._manifests / name, self._trash / name)
         if self._aside:
             sync_directory(self._manifests)
-        self._mine()
+        try:
+            self._mine()
+        except MxError as error:
+            # Nothing but manifests was moved: a stop must not cost what it did not free. A successor decides for itself.
+            if not isinstance(error, Deposed):
+                self._put_back(everything=True)
+            raise
         now = read_revision(self._model, self._name)
         why = keep(Revision(**{**vars(now), "published": before.published}))
         if why:

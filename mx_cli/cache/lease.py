@@ -87,6 +87,17 @@ def _start_time(pid: int) -> str:
     return "" if fields[0] in "ZX" else fields[19]
 
 
+def _is_gone(pid: int, start: str) -> bool:
+    """Whether the process that had this pid and start time has ended. What /proc hides from us (hidepid) may live."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        pass
+    return os.path.exists(f"/proc/{pid}/stat") and _start_time(pid) != start
+
+
 class Lease:
     """The lease directory of one revision."""
 
@@ -129,7 +140,7 @@ class Lease:
         if not record or not record.get("boot") or record.get("boot") != _boot_id():
             return False
         if record.get("pidns") and record.get("pidns") == _pid_namespace():
-            return record.get("start") != _start_time(int(record.get("pid", 0)))
+            return _is_gone(int(record.get("pid", 0)), str(record.get("start")))
         return self._lock_is_free(record.get("lock"))
 
     def _lock_is_free(self, place: Any) -> bool:

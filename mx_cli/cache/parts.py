@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,12 +17,14 @@ from mx_cli.base.oserrors import explain
 from mx_cli.cache.journal import Claim, Journal, claims
 from mx_cli.cache.layout import Model, make_dirs, names, part_id
 from mx_cli.cache.reserve import reserve
+from mx_cli.cache.reuse import clone_or_copy
 from mx_cli.engine.meter import Meter
 from mx_cli.engine.verify import read_through
 from mx_cli.model.manifest import Entry
 from mx_cli.plan.ranges import Span, merge
 
 UNRESERVED = 256 << 10
+COPY_STEP = 1 << 20
 
 
 def promised(entry: Entry) -> str:
@@ -88,7 +91,10 @@ class Parts:
                 raise explain(error, f"taking over {entry.path}") from None
 
     def borrow(self, entries: list[Entry]) -> None:
-        """Take a second name for what other revisions began of equal files, and hear their claims. Where links work."""
+        """Copy what other revisions began of equal files: the blocks that their journals claim.
+
+        Never by a second name: the other leader may publish its file, and what is published is not written into.
+        """
         wanted = {part_id(e.path): e for e in entries if promised(e) and not self.started(e)}
         for revision in names(self._staging.parent) if wanted else ():
             staging = self._staging.parent / revision
@@ -101,9 +107,17 @@ class Parts:
                 if not any(claim.length == 0 and claim.digest == promised(entry) for claim in said):
                     continue
                 with contextlib.suppress(OSError):
-                    os.link(staging / begun[part], self.path(entry))
+                    self._copy_claimed(staging / begun[part], self.path(entry), said)
                     self._claims[part] = [*self._claims.get(part, []), *said]
                     del wanted[part]
+
+    def _copy_claimed(self, source: Path, target: Path, said: list[Claim]) -> None:
+        with open(source, "rb") as reading, open(target, "xb") as writing:
+            for claim in said:
+                at, end = claim.offset, claim.offset + claim.length
+                while at < end and (data := os.pread(reading.fileno(), min(COPY_STEP, end - at), at)):
+                    at += os.pwrite(writing.fileno(), data, at)
+                self._meter.tick()
 
     def _take(self, entry: Entry) -> bool:
         taken = False
@@ -168,6 +182,7 @@ class Parts:
         have = self.have(entry)
         fd = -1
         try:
+            self._detach(path, whole=have == [(0, entry.size)])
             fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             if entry.size is not None:
                 if entry.size > UNRESERVED:
@@ -179,6 +194,14 @@ class Parts:
                 os.close(fd)
             raise explain(error, f"opening {path}") from None
         return Part(entry, path, fd, have)
+
+    def _detach(self, path: Path, *, whole: bool) -> None:
+        """A part that is also a published file (see `_take_back`) and has to be written gets blocks of its own."""
+        if whole or not os.path.lexists(path) or os.stat(path).st_nlink < 2:
+            return
+        temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
+        clone_or_copy(path, temporary, self._meter.tick)
+        os.rename(temporary, path)
 
     def _prove(self, fd: int, entry: Entry) -> list[Span]:
         have: list[Span] = []

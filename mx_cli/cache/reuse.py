@@ -87,7 +87,7 @@ def duplicate(
     """
     temporary = temporary or target.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
-        how = _link(source, temporary) or _clone_or_copy(source, temporary, moved)
+        how = _link(source, temporary) or clone_or_copy(source, temporary, moved)
         os.rename(temporary, target)
         return how
     except OSError as error:
@@ -108,7 +108,8 @@ def _link(source: Path, target: Path) -> str:
         return ""
 
 
-def _clone_or_copy(source: Path, target: Path, moved: Callable[[], None]) -> str:
+def clone_or_copy(source: Path, target: Path, moved: Callable[[], None]) -> str:
+    """A new file with the content of `source` and blocks of its own. Raises OSError."""
     with open(source, "rb") as reading, open(target, "xb") as writing:
         try:
             fcntl.ioctl(writing.fileno(), FICLONE, reading.fileno())

@@ -374,8 +374,8 @@ class Prefetch:
         if listing.ref and not self._offline:
             try:
                 self._model.write_ref(listing.ref, revision)
-            except MxError:
-                self._context.notice("the cache is read-only here; nothing was written")
+            except MxError as error:
+                self._context.notice(f"what {listing.ref} means was not written down: {error.what}")
 
     def _deliver(self, manifest: Manifest, listing: Listing, wanted: Wanted) -> None:
         request, source = self._request, self._model.snapshot(manifest.directory)
