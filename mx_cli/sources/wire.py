@@ -25,8 +25,8 @@ _TICK = 2.0
 
 
 def number(text: str) -> int | None:
-    """A whole number as a server writes it; None for anything else, also for one that is no size of a file."""
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else None
+    """A whole number as a server writes it; None for anything else, and for one without end."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 40 else None
 
 
 @dataclass(slots=True)
