@@ -474,6 +474,9 @@ def nginx(place: Path, tls: Tls | None = None, *, workers: int = 1, log: bool = 
     with contextlib.ExitStack() as stack:
         # nginx refuses port 0, but takes over sockets that are named in its variable NGINX.
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2 if tls else 1)]
+        for sock in sockets:
+            # nginx takes them as they are: of two workers that hear of one connection, one would wait for the next.
+            sock.setblocking(False)
         ports = [sock.getsockname()[1] for sock in sockets]
         lines = ""
         if tls:
