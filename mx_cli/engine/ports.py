@@ -41,10 +41,14 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """Destination in a file: byte 0 of the item goes to `offset` of `fd`."""
+    """Destination in a file: byte 0 of the item goes to `offset` of `fd`.
+
+    `seen(offset, view)`, where there is one, is shown the bytes while they are in the cache of the core that placed them.
+    """
 
     fd: int
     offset: int
+    seen: Callable[[int, memoryview], None] | None = None
 
 
 Dest = Host | File

@@ -232,6 +232,8 @@ class _Copy:
             written = os.pwrite(dest.fd, view, at)
             while written < len(view):
                 written += os.pwrite(dest.fd, view[written:], at + written)
+            if dest.seen:
+                dest.seen(at, view)
         self.position += len(view)
         self._flight.moved += len(view)
 

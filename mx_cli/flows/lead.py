@@ -37,7 +37,8 @@ from mx_cli.sinks.files import OPEN_LIMIT, FileSink, Opened
 from mx_cli.sources.registry import OpenOrigin
 
 LARGE = 1 << 20
-MANY_SMALL = 64
+OVERLAP = 1 << 30
+"""Bytes still to come that make it worth while to wait for the disk beside the transfer."""
 INTEGRITY_TRIES = 2
 START_WIDTH = 2
 TERM_CHECK_EVERY = 0.1
@@ -170,7 +171,7 @@ class Leader:
                 continue
             record, manifest, made = found
             if made:
-                self._published(entry.path, small=record.size < LARGE)
+                self._published(entry.path, synced=record.size >= LARGE)
             self._records[entry.path] = record
             rows = rows_of(manifest, record.path, entry.path)
             if rows is not None:
@@ -266,15 +267,15 @@ class Leader:
         try:
             if os.fstat(fd).st_size != size:
                 os.ftruncate(fd, size)
-            small = size < LARGE
-            if not small:
+            synced = size >= LARGE and self.meter.total - self.meter.done >= OVERLAP
+            if synced:
                 self._sync(entry, fd, parts)
             self._check_term_now_and_then()
             self._give_name(entry, fd, parts)
         except OSError as error:
             raise explain(error, f"publishing {entry.path}") from None
         record = FileRecord(entry.path, size, result.xxh3, entry.validator if entry.strong else "", result.digests)
-        self._published(entry.path, small)
+        self._published(entry.path, synced=synced)
         with self._lock:
             self._records[entry.path] = record
             if result.rows is not None:
@@ -310,29 +311,46 @@ class Leader:
                     return
             raise Deposed("another process leads now") from None
 
-    def _published(self, path: str, small: bool) -> None:
+    def _published(self, path: str, *, synced: bool) -> None:
         final = self._target / path
         with self._lock:
-            if small:
+            if not synced:
                 self._unsynced.add(final)
             if final.parent not in self._directories:
                 self._directories.update(final.parents[: len(Path(path).parts)])
                 self._directories.add(self._target.parent)
 
     def _make_durable(self) -> None:
-        """Every small file, by one syncfs where they are many, then every directory."""
+        """Every file that is not durable yet, then every directory.
+
+        One syncfs lets the kernel write all of them at its best; an fsync of each then costs little, and tells of errors.
+        Many small ones are not asked one by one: syncfs tells of errors too.
+        """
         self.meter.phase = "publish"
+        start = time.monotonic()
         try:
-            if len(self._unsynced) < MANY_SMALL or not self._sync_all():
-                for path in self._unsynced:
-                    with self.meter.bounded(WAIT_LIMIT):
-                        _sync_file(path)
+            done = self._sync_all()
+            for path in self._unsynced:
+                if not done or os.stat(path).st_size >= LARGE:
+                    self._sync_file(path)
+            self._clock.fsync += time.monotonic() - start
             for directory in self._directories:
                 if directory.is_dir():
                     with self.meter.bounded(WAIT_LIMIT):
                         sync_directory(directory)
         except OSError as error:
+            self._disown()
             raise explain(error, f"syncing {self._target}") from None
+
+    def _disown(self) -> None:
+        """The page cache goes on showing what never reached the disk: the next run must not believe it."""
+        for path in self._unsynced if not self._superseded() else ():
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+
+    def _sync_file(self, path: Path) -> None:
+        with open(path, "rb") as file, self.meter.bounded(WAIT_LIMIT):
+            os.fsync(file.fileno())
 
     def _sync_all(self) -> bool:
         with self.meter.bounded(WAIT_LIMIT):
@@ -380,11 +398,3 @@ def rows_of(manifest: Manifest, path: str, name: str) -> list[TensorDigest] | No
     if not rows and "content" not in manifest.identity:
         return None
     return [row._replace(name=name) if row.dtype == FILE_DTYPE else row for row in rows]
-
-
-def _sync_file(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

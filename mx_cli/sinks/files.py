@@ -110,7 +110,8 @@ class FileSink:
         is_whole = entry.size is not None and item.offset == 0 and item.end == entry.size <= SMALL
         if entry.size is not None and (entry.path in self._held or (is_whole and entry.path not in self._files)):
             return Host(memoryview(self._hold(entry, entry.size).data)[item.offset : item.end])
-        return File(self.open(entry).fd, item.offset)
+        file = self.open(entry)
+        return File(file.fd, item.offset, lambda at, view: self._seen(file, at, view))
 
     def _hold(self, entry: Entry, size: int) -> _Held:
         with self._changed:
@@ -164,6 +165,24 @@ class FileSink:
     def raise_failure(self) -> None:
         if self._failure:
             raise self._failure
+
+    def _seen(self, file: _Open, at: int, view: memoryview) -> None:
+        """Consume bytes at the edge right where they are hot; what comes out of order is read again later."""
+        with self._changed:
+            if file.queued or at != file.fed or self._closing:
+                return
+            file.queued = True
+        try:
+            for consumer in file.consumers:
+                consumer.update(view)
+        except MxError as error:
+            self._fail(file, error)
+            return
+        with self._changed:
+            file.fed += len(view)
+            file.queued = False
+            self._feed(file)
+            self._changed.notify_all()
 
     # -- behind the transfer -------------------------------------------------------------------------------------
 

@@ -203,6 +203,8 @@ def test_no_rename(mx: Mx, hub: servers.Hub, fault_env: Faults) -> None:
 def test_disk_troubles(faults: dict[str, str], code: int, mx: Mx, hub: servers.Hub, fault_env: Faults) -> None:
     """Named, not published, and the next run ends right."""
     bad = staging(mx, hub)
+    if "FSYNC" in faults:
+        bad = bad.parent / "snapshots"
     files = checkpoint_files(shards=2, size=6 * MIB)
     hub.commit(files)
     right = cachecheck.sums(files)
@@ -224,7 +226,7 @@ def _weights(mx: Mx, right: dict[str, str]) -> list[tuple[str, str]]:
 @capability("gcc")
 def test_what_the_disk_lost_is_fetched_again(mx: Mx, hub: servers.Hub, fault_env: Faults) -> None:
     """After a failed fsync the page cache still shows the bytes: they are not believed."""
-    bad = staging(mx, hub)
+    bad = staging(mx, hub).parent / "snapshots"
     files = checkpoint_files(shards=1, size=3 * MIB)
     hub.commit(files)
     mx("prefetch", hub.uri, env=hub.env | fault_env(bad, FSYNC="EIO")).exits(21)
