@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from mx_cli.base.cancel import Stop
-from mx_cli.base.errors import IntegrityError, MxError, Unreachable
+from mx_cli.base.errors import IntegrityError, MxError, NotFound, OriginChanged, Unreachable
 from mx_cli.engine.meter import Meter
 from mx_cli.engine.ports import Done, NoRanges, OnRetry, ReadItem, Sink, Source
 from mx_cli.engine.retry import Gate, Patience
@@ -101,6 +101,10 @@ class Transfer:
                 self._look_for_stalls()
                 self._meter.workers = len(self._flights)
                 self._width.adapt(self._meter.fetched, len(self._flights))
+        except NotFound as error:
+            changed = self._abandon()
+            # What is gone because the origin changed is listed again; only what alone is gone is not found.
+            raise changed or error from None
         except BaseException:
             self._abandon()
             raise
@@ -241,8 +245,12 @@ class Transfer:
                 flight.stalled = True
                 self._source.abort(flight.item)
 
-    def _abandon(self) -> None:
-        """Give up everything in flight and wait, briefly, until nothing lands any more; keep what did."""
+    def _abandon(self) -> OriginChanged | None:
+        """Give up everything in flight and wait, briefly, until nothing lands any more; keep what did.
+
+        Returns the first news among the rest that the origin has changed.
+        """
+        changed: OriginChanged | None = None
         for item in self._flights:
             self._source.abort(item)
         end = time.monotonic() + (1.0 if self._stop.requested else QUIET_LIMIT)
@@ -253,10 +261,13 @@ class Transfer:
                 done = self._news.popleft()
                 if done.finished:
                     self._flights.pop(done.item, None)
+                if isinstance(done.error, OriginChanged):
+                    changed = changed or done.error
                 # A full disk may have no room for the journal either.
                 with contextlib.suppress(MxError):
                     for block in done.blocks:
                         self._sink.commit(done.item, block)
+        return changed
 
 
 class _Width:
