@@ -61,6 +61,6 @@ class Watch:
         return self._lease.surely_dead(view.term)
 
     def pause(self) -> float:
-        """Seconds until the next look, longer each time."""
+        """Seconds until the next look: longer each time, but not past the moment when silence means death."""
         self._poll = min(LONGEST_POLL, self._poll * 1.3)
-        return self._poll
+        return min(self._poll, max(FIRST_POLL, self._ttl - self.silent_for))
