@@ -149,7 +149,7 @@ class Leader:
         finally:
             parts.drop(entries)
             parts.journal.close()
-        return Led(manifest, self.meter.fetched, self.meter.total - min(self.meter.total, self.meter.fetched))
+        return Led(manifest, self.meter.fetched)
 
     def _sweep_unversioned(self) -> None:
         """An origin without versions has a staging directory for each term; nothing in those of the dead can be resumed."""

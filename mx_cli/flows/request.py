@@ -157,4 +157,3 @@ class Led:
 
     manifest: Manifest
     fetched: int
-    reused: int

@@ -1,4 +1,4 @@
-"""Connections: opened through urllib3 (proxies, TLS), kept idle for reuse, and what it means when one does not open."""
+"""Connections: opened through urllib3 where TLS or a proxy is in play, kept idle for reuse, and what it means when one does not open."""
 
 from __future__ import annotations
 
