@@ -124,6 +124,26 @@ class Settings:
     visibility: float = _set(
         "MX_VISIBILITY", units.parse_duration, 65.0, "how long a file system may hide a name that another host made"
     )
+    peer_token_file: Path | None = _set(
+        "MX_PEER_TOKEN_FILE", read_path, None, "file of secrets that peers share, one a line; the first is offered"
+    )
+    discovery: str | None = _set(
+        "MX_DISCOVERY", _text, None, "where peers are found: dir:PATH, static:HOST:PORT,... or dns:NAME:PORT"
+    )
+    interface: str | None = _set("MX_INTERFACE", _text, None, "network interfaces of the data path, comma-separated")
+    data_ports: str | None = _set("MX_DATA_PORTS", _text, None, "ports of the NIXL data path: FIRST-LAST")
+    peer_stall_timeout: float = _set(
+        "MX_PEER_STALL_TIMEOUT",
+        _some(units.parse_duration),
+        15.0,
+        "a peer without a verified byte for this long is left",
+    )
+    grant_ttl: float = _set(
+        "MX_GRANT_TTL", _some(units.parse_duration), 30.0, "a reader that is silent for this long loses its grant"
+    )
+    record_beat: float = _set(
+        "MX_RECORD_BEAT", _some(units.parse_duration), 15.0, "seconds between two signs of life of a peer's record"
+    )
     node_name: str | None = _set("MX_NODE_NAME", _text, None, "this node's name, shown to others", also=("HOSTNAME",))
     namespace: str | None = _set(
         "MX_NAMESPACE", _text, None, "this pod's namespace, shown to others", also=("POD_NAMESPACE",)

@@ -13,6 +13,7 @@ from typing import Protocol
 from mx_cli.base.cancel import Stop
 from mx_cli.base.errors import MxError
 from mx_cli.model.manifest import Entry, Listing
+from mx_cli.model.record import Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +147,26 @@ class Origin(Reader, Protocol):
 
         Raises NotFound (no such thing, or nothing in it, or not at that revision), AccessDenied, Unreachable.
         """
+
+
+class Directory(Protocol):
+    """Where peers find one another. What it says is a hint: records may be stale, and `list` may miss new ones."""
+
+    def publish(self, record: Record) -> None:
+        """Make a peer findable. Replaces an older record of the same name if that was this host's own or is dead.
+
+        Blocks; idempotent. Raises UsageError when the name belongs to another peer that lives, FilesystemRefused or
+        Unreachable when the directory cannot be written. A directory that only lists (static, dns) accepts and forgets.
+        """
+
+    def beat(self, record: Record) -> None:
+        """Show that the peer lives, and its present state; publishes again what was lost. Blocks; idempotent."""
+
+    def records(self, stop: Stop) -> list[Record]:
+        """All records that are not older than three beats, in no order. Blocks for a bounded time."""
+
+    def remove(self, record: Record) -> None:
+        """The peer leaves. Removes only its own generation's record. Idempotent."""
 
 
 class NoRanges(Exception):

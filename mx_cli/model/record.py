@@ -1,0 +1,67 @@
+"""What discovery says of a peer: a hint where it may be found. The handshake is the truth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mx_cli.base.errors import IntegrityError
+
+SERVING, DRAINING, LOADING = "serving", "draining", "loading"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One peer. `identities` are id strings, one of each kind it knows; times are seconds since the epoch.
+
+    `name` is the key of a record: the generation, or a name that the operator chose and that outlives a restart.
+    `address` is HOST:PORT of the control channel ("[v6]:PORT" for IPv6). `stage` and `rank` say what shape the weights
+    have and whose share they are; `size` is in bytes. `proto` is the range of wire versions. Never holds a secret or
+    anything that gives access.
+    """
+
+    name: str
+    generation: str
+    address: str
+    identities: tuple[str, ...] = ()
+    uri: str = ""
+    revision: str = ""
+    stage: str = "checkpoint"
+    rank: str = ""
+    device: str = ""
+    size: int = 0
+    version: int = 0
+    state: str = SERVING
+    readers: int = 0
+    slots: int = 0
+    host: str = ""
+    pid: int = 0
+    started: float = 0.0
+    beaten: float = 0.0
+    proto: tuple[int, int] = (1, 1)
+    mx: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values only; `from_json` reads it back."""
+        fields = {name: getattr(self, name) for name in self.__slots__}
+        return {**fields, "identities": list(self.identities), "proto": list(self.proto)}
+
+    @classmethod
+    def from_json(cls, data: Any, where: str) -> Record:
+        """Raises IntegrityError for anything but a record. Unknown fields of a newer mx are left out."""
+        try:
+            known = {name: data[name] for name in cls.__slots__ if name in data}
+            known["identities"] = tuple(map(str, known.get("identities", ())))
+            low, high = known.get("proto", (1, 1))
+            known["proto"] = (int(low), int(high))
+            record = cls(**known)
+            for name in ("name", "generation", "address", "state", "uri", "revision", "host"):
+                if not isinstance(getattr(record, name), str):
+                    raise TypeError(f"{name} is not text")
+            for name in ("size", "version", "readers", "slots", "pid"):
+                if not isinstance(getattr(record, name), int):
+                    raise TypeError(f"{name} is not a number")
+            float(record.started), float(record.beaten)
+            return record
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise IntegrityError(f"not a peer's record: {where} ({error})") from None
