@@ -43,7 +43,7 @@ def measure(place: Path, *, scale: float, runs: int) -> list[Row]:
         with rclone_s3(place) as server:
             server.put_tree("large", checkpoint)
             rows += _large("http", server, place, runs, 1.5, {}, tls.ca)
-    if capabilities.program("fake-gcs-server"):
+    if capabilities.have("fake-gcs-server"):
         with fake_gcs(place) as gcs:
             gcs.put_tree("large", checkpoint)
             rows += _gcs(gcs, place, max(1, runs - 1))
