@@ -61,13 +61,13 @@ class Tensor(NamedTuple):
 
 
 class Check(NamedTuple):
-    """`length` bytes at `offset` of a file have the digest `expected`; they are block `index` of a tensor."""
+    """`length` bytes at `offset` of a file have the digest `expected`; they are the tensor's `block`-th."""
 
     offset: int
     length: int
     expected: str
     tensor: str
-    index: int
+    block: int
 
     @property
     def end(self) -> int:
