@@ -12,6 +12,7 @@ from typing import Protocol
 
 from mx_cli.base.cancel import Stop
 from mx_cli.base.errors import MxError
+from mx_cli.model.holding import HOST
 from mx_cli.model.manifest import Entry, Listing
 from mx_cli.model.record import Record
 
@@ -52,7 +53,20 @@ class File:
     seen: Callable[[int, memoryview], None] | None = None
 
 
-Dest = Host | File
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Destination in runs of memory: `parts` are (byte of the item, length, address), in order and disjoint.
+
+    Bytes of the item outside of the parts are not wanted. `device` is HOST or a GPU's number; `put(address, view)`
+    copies host bytes to a GPU's memory and is there only for one.
+    """
+
+    parts: tuple[tuple[int, int, int], ...]
+    device: int = HOST
+    put: Callable[[int, memoryview], None] | None = None
+
+
+Dest = Host | File | Memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Makes a Source of a Reader that blocks: one thread per item in flight."""
+"""Makes a Source of what blocks: one thread per item in flight."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import xxhash
 
 from mx_cli.base.errors import MxError, TransportFailed, Unreachable
 from mx_cli.base.oserrors import explain
-from mx_cli.engine.buffers import STEP, Buffers
-from mx_cli.engine.ports import Block, Dest, Done, File, Host, NoRanges, Reader, ReadItem, SourceCaps, Stream
+from mx_cli.engine.buffers import STEP, Buffers, scatter
+from mx_cli.engine.ports import Block, Dest, Done, File, Host, Memory, NoRanges, Reader, ReadItem, SourceCaps, Stream
 from mx_cli.model.manifest import BLOCK
 
 TELL_EVERY = 0.25
@@ -42,7 +42,7 @@ class Throttle:
             time.sleep(wait)
 
 
-class _Flight:
+class Flight:
     """One item on its way."""
 
     def __init__(self, item: ReadItem, dest: Dest) -> None:
@@ -66,28 +66,35 @@ class _Flight:
                 self.stream.close()
 
 
-class Lifted:
-    """The Source made of a Reader, which stays its owner's to close.
+class Threads:
+    """A Source whose items are each read by a thread that blocks. Subclasses say how: `caps` and `read`.
 
-    Threads are daemons: an exit does not wait for a connection that hangs.
+    Threads are daemons: an exit does not wait for a connection that hangs. `ring` is called when there is news.
     """
 
-    def __init__(self, reader: Reader, throttle: Throttle | None = None) -> None:
-        self._reader = reader
-        self._throttle = throttle
-        self._buffers = Buffers()
+    def __init__(self, ring: Callable[[], None] = lambda: None) -> None:
+        self._ring = ring
         self._news: queue.SimpleQueue[Done] = queue.SimpleQueue()
-        self._work: queue.SimpleQueue[_Flight | None] = queue.SimpleQueue()
-        self._flights: dict[ReadItem, _Flight] = {}
+        self._work: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
+        self._flights: dict[ReadItem, Flight] = {}
         self._lock = threading.Lock()
         self._width = 1
         self._threads = 0
         self._waiting = 0
         self._busy = 0
 
+    def read(self, flight: Flight) -> Done:
+        """Bring the item into its destination. Blocks until it is over; an aborted flight ends soon, with an error."""
+        raise NotImplementedError
+
+    def tell(self, done: Done) -> None:
+        """Report news of an item. From any thread."""
+        self._news.put(done)
+        self._ring()
+
     @property
     def caps(self) -> SourceCaps:
-        return self._reader.caps
+        raise NotImplementedError
 
     def widen(self, width: int) -> None:
         self._width = width
@@ -96,7 +103,7 @@ class Lifted:
         with self._lock:
             if item in self._flights:
                 return
-            flight = self._flights[item] = _Flight(item, dest)
+            flight = self._flights[item] = Flight(item, dest)
             self._waiting += 1
             spawn = self._threads < min(self._width, self._busy + self._waiting)
             self._threads += spawn
@@ -138,14 +145,30 @@ class Lifted:
                 self._waiting -= 1
                 self._busy += 1
             flight.begun = True
-            done = self._read(flight)
+            done = self.read(flight)
             with self._lock:
                 del self._flights[flight.item]
                 self._busy -= 1
-            self._news.put(done)
+            self.tell(done)
 
-    def _read(self, flight: _Flight) -> Done:
-        copy = _Copy(flight, self._throttle, lambda block: self._news.put(Done(flight.item, (block,))))
+
+class Lifted(Threads):
+    """The Source made of a Reader, which stays its owner's to close."""
+
+    def __init__(
+        self, reader: Reader, throttle: Throttle | None = None, ring: Callable[[], None] = lambda: None
+    ) -> None:
+        super().__init__(ring)
+        self._reader = reader
+        self._throttle = throttle
+        self._buffers = Buffers()
+
+    @property
+    def caps(self) -> SourceCaps:
+        return self._reader.caps
+
+    def read(self, flight: Flight) -> Done:
+        copy = _Copy(flight, self._throttle, lambda block: self.tell(Done(flight.item, (block,))))
         error: MxError | NoRanges | None = None
         buffer = self._buffers.take()
         try:
@@ -173,7 +196,7 @@ class Lifted:
 class _Copy:
     """Moves one stream into one destination, and tells of each block as its last byte is in place."""
 
-    def __init__(self, flight: _Flight, throttle: Throttle | None, tell: Callable[[Block], None]) -> None:
+    def __init__(self, flight: Flight, throttle: Throttle | None, tell: Callable[[Block], None]) -> None:
         self._flight, self._throttle, self._tell = flight, throttle, tell
         self._hash = xxhash.xxh3_128()
         self.position = self._start = flight.item.offset
@@ -189,7 +212,7 @@ class _Copy:
             want = min(
                 self._step - self.position % self._step, (until if end is None else min(until, end)) - self.position
             )
-            view = buffer[:want] if isinstance(dest, File) else self._window(dest, want)
+            view = self._window(dest, want) if isinstance(dest, Host) else buffer[:want]
             count = self._fill(stream, view, dest)
             if count == 0:
                 if end is None:
@@ -234,6 +257,8 @@ class _Copy:
                 written += os.pwrite(dest.fd, view[written:], at + written)
             if dest.seen:
                 dest.seen(at, view)
+        elif isinstance(dest, Memory):
+            scatter(dest, self.position - self._flight.item.offset, view)
         self.position += len(view)
         self._flight.moved += len(view)
 
