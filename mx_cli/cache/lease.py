@@ -22,6 +22,7 @@ from typing import Any
 from mx_cli.base import canonical
 from mx_cli.base.errors import MxError, by_name
 from mx_cli.base.oserrors import explain
+from mx_cli.base.process import boot_id, is_gone, pid_namespace, start_time
 from mx_cli.base.version import VERSION
 from mx_cli.cache.layout import make_dirs, names, read_json, seen, write_private
 
@@ -57,45 +58,11 @@ def whoami(node: str, namespace: str) -> dict[str, Any]:
         "pid": os.getpid(),
         "user": os.geteuid(),
         "started": round(time.time(), 3),
-        "boot": _boot_id(),
-        "pidns": _pid_namespace(),
-        "start": _start_time(os.getpid()),
+        "boot": boot_id(),
+        "pidns": pid_namespace(),
+        "start": start_time(os.getpid()),
         "mx": VERSION,
     }
-
-
-def _boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
-def _pid_namespace() -> int:
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return 0
-
-
-def _start_time(pid: int) -> str:
-    """The process's start time in clock ticks since boot; empty when there is no such process, or only its corpse."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]
-
-
-def _is_gone(pid: int, start: str) -> bool:
-    """Whether the process that had this pid and start time has ended. What /proc hides from us (hidepid) may live."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        pass
-    return os.path.exists(f"/proc/{pid}/stat") and _start_time(pid) != start
 
 
 class Lease:
@@ -137,10 +104,10 @@ class Lease:
         The lock proves something only on one kernel and one mount (same boot, device and inode) where flock tells the truth.
         """
         record = self.record(term)
-        if not record or not record.get("boot") or record.get("boot") != _boot_id():
+        if not record or not record.get("boot") or record.get("boot") != boot_id():
             return False
-        if record.get("pidns") and record.get("pidns") == _pid_namespace():
-            return _is_gone(int(record.get("pid", 0)), str(record.get("start")))
+        if record.get("pidns") and record.get("pidns") == pid_namespace():
+            return is_gone(int(record.get("pid", 0)), str(record.get("start")))
         return self._lock_is_free(record.get("lock"))
 
     def _lock_is_free(self, place: Any) -> bool:

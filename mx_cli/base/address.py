@@ -1,0 +1,38 @@
+"""HOST:PORT, as people write it and as records keep it."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+
+from mx_cli.base.errors import UsageError
+
+_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,252}[A-Za-z0-9_.])?", re.ASCII)
+_LONGEST_LABEL = 63
+
+
+def split_address(text: str) -> tuple[str, int]:
+    """("host", 8000) of "host:8000", ("::1", 8000) of "[::1]:8000". Raises UsageError; port 0 is for who listens."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not (port.isascii() and port.isdecimal() and len(port) <= 5 and int(port) <= 65535):
+        raise _refusal(text, "no port from 0 to 65535 after a colon")
+    if host.startswith("[") and host.endswith("]"):
+        try:
+            ipaddress.IPv6Address(host[1:-1])
+        except ValueError as error:
+            raise _refusal(text, str(error)) from None
+        return host[1:-1], int(port)
+    if ":" in host:
+        raise _refusal(text, "IPv6 addresses stand in brackets")
+    if not _NAME.fullmatch(host) or any(not 0 < len(part) <= _LONGEST_LABEL for part in host.rstrip(".").split(".")):
+        raise _refusal(text, "no host name or address before the port")
+    return host, int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    """The other way round."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _refusal(text: str, why: str) -> UsageError:
+    return UsageError(f"not an address ({text!r}: {why})", hint="write HOST:PORT, or [IPV6]:PORT")
