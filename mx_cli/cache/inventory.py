@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mx_cli.base.errors import IntegrityError, UsageError
 from mx_cli.cache.journal import claims
-from mx_cli.cache.layout import Model, names, part_id, read_json
+from mx_cli.cache.layout import Model, lease_name, names, part_id, read_json
 from mx_cli.cache.snapshots import Missing, Snapshots, is_manifest
 from mx_cli.model.manifest import FileRecord, Manifest
 from mx_cli.plan.ranges import merge, total
@@ -26,7 +26,6 @@ ANY = ""
 _ALL_TERMS = 1 << 62
 LEFT = re.compile(r"(?:[0-9a-f]{16}\.(?:part|copy)|journal|\.trash)\.\d+")
 _TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.(?:tmp|probe)")
-_UNVERSIONED = re.compile(r"none-\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +85,6 @@ class Revision:
             for top in (*(model.snapshot(directory) for directory in self.directories), model.staging(self.name))
             for path in walk(top)
         ]
-
-
-def lease_name(revision: str) -> str:
-    """The lease that guards a revision: origins without versions have one for all their downloads."""
-    return "none" if _UNVERSIONED.fullmatch(revision) else revision
 
 
 def revisions(model: Model) -> list[Revision]:

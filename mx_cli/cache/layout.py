@@ -38,6 +38,7 @@ from mx_cli.base.errors import FilesystemRefused, MxError, UsageError
 from mx_cli.base.oserrors import explain
 
 FORMAT = 1
+UNVERSIONED = "none"
 TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# A cache of mx. Backup programs may leave it out.\n"
 HIDDEN = frozenset({errno.ENOENT, errno.ESTALE})
 NO_RENAME = frozenset({errno.ENOSYS, errno.EXDEV, errno.ENOTSUP})
@@ -51,6 +52,22 @@ def slug(uri: str) -> str:
     readable = "-".join(part for part in path.split("/") if part)[-60:]
     readable = re.sub(r"[^A-Za-z0-9._-]+", "-", readable).strip("-.") or "model"
     return f"{readable}-{hashlib.sha256(uri.encode()).hexdigest()[:10]}"
+
+
+def revision_name(revision: str, term: int) -> str:
+    """The name of a revision in the tree. An origin without versions has none: each download of it is one of its own."""
+    return revision or f"{UNVERSIONED}-{term}"
+
+
+def term_of(name: str) -> int | None:
+    """The term of a download from an origin without versions; None for the name of any other revision."""
+    kind, _, term = name.rpartition("-")
+    return int(term) if kind == UNVERSIONED and term.isdecimal() else None
+
+
+def lease_name(revision: str) -> str:
+    """The lease that guards a revision, given by its name or empty: one for all downloads of an origin without versions."""
+    return UNVERSIONED if not revision or term_of(revision) is not None else revision
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -281,7 +298,7 @@ class Model:
         return self.path / "staging" / revision
 
     def lease(self, revision: str) -> Path:
-        return self.path / "lease" / revision
+        return self.path / "lease" / lease_name(revision)
 
     @property
     def refs(self) -> Path:

@@ -54,7 +54,7 @@ class Parts:
     def __init__(self, model: Model, revision: str, term: int, meter: Meter) -> None:
         self._staging = model.staging(revision)
         self._term = term
-        self._meter = meter
+        self.meter = meter
         make_dirs(self._staging)
         self._old = self._earlier()
         self._claims = claims(self._staging, before=term)
@@ -117,7 +117,7 @@ class Parts:
                 at, end = claim.offset, claim.offset + claim.length
                 while at < end and (data := os.pread(reading.fileno(), min(COPY_STEP, end - at), at)):
                     at += os.pwrite(writing.fileno(), data, at)
-                self._meter.tick()
+                self.meter.tick()
 
     def _take(self, entry: Entry) -> bool:
         taken = False
@@ -200,14 +200,14 @@ class Parts:
         if whole or not os.path.lexists(path) or os.stat(path).st_nlink < 2:
             return
         temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
-        clone_or_copy(path, temporary, self._meter.tick)
+        clone_or_copy(path, temporary, self.meter.tick)
         os.rename(temporary, path)
 
     def _prove(self, fd: int, entry: Entry) -> list[Span]:
         have: list[Span] = []
         for claim in self._claimed(entry) if entry.resumable else ():
             end = claim.offset + claim.length
-            if end <= (entry.size or 0) and _digest(fd, claim, self._meter) == claim.digest:
+            if end <= (entry.size or 0) and _digest(fd, claim, self.meter) == claim.digest:
                 have.append((claim.offset, end))
                 self.journal.record(claim)
         return merge(have)

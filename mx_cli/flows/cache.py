@@ -14,7 +14,7 @@ from mx_cli.cache import evict, inventory
 from mx_cli.cache.evict import Evictor, Policy
 from mx_cli.cache.follow import Watch
 from mx_cli.cache.inventory import Revision
-from mx_cli.cache.layout import Model
+from mx_cli.cache.layout import Model, lease_name
 from mx_cli.flows.context import Context
 from mx_cli.flows.verify import Damage, find_damage
 from mx_cli.sources import registry
@@ -161,7 +161,7 @@ def _rows(context: Context, revision: Revision) -> Iterator[Row]:
 
 def _led(context: Context, revision: Revision) -> bool:
     """Whether somebody seems to lead: one look, so a leader that died a moment ago elsewhere still counts."""
-    lease = context.lease(revision.model, inventory.lease_name(revision.name))
+    lease = context.lease(revision.model, revision.name)
     view = lease.look()
     return bool(view.term) and not (view.left or view.failed or lease.surely_dead(view.term))
 
@@ -285,7 +285,7 @@ class _Job:
         self._considered.append((revision, keep))
         key = _key(revision)
         if key not in self._watches:
-            lease = self._context.lease(revision.model, inventory.lease_name(revision.name))
+            lease = self._context.lease(revision.model, revision.name)
             self._watches[key] = Watch(lease, self._context.settings.ttl)
 
     @property
@@ -309,7 +309,7 @@ class _Job:
             action, paths, why = "keep", revision.paths(), why or "foreign files"
         elif _key(revision) not in self.free:
             action, paths = "keep", revision.paths()
-            lease = self._context.lease(revision.model, inventory.lease_name(revision.name))
+            lease = self._context.lease(revision.model, revision.name)
             why = f"{evict.IN_USE} {lease.leader(lease.look().term)}"
         elif action == "sweep":
             why = "left by a download that is over"
@@ -347,13 +347,13 @@ class _Job:
 
     def _evict(self, revision: Revision, keep: evict.Keep | None) -> str:
         context = self._context
-        lease = context.lease(revision.model, inventory.lease_name(revision.name))
+        lease = context.lease(revision.model, revision.name)
         work = Evictor(revision.model, context.settings.beat, context.stop)
         return work.evict(revision.name, lease, self._watches[_key(revision)], keep)
 
 
 def _key(revision: Revision) -> str:
-    return f"{revision.model.path.name}/{inventory.lease_name(revision.name)}"
+    return f"{revision.model.path.name}/{lease_name(revision.name)}"
 
 
 def unpin(context: Context, name: str) -> list[Target]:

@@ -12,7 +12,7 @@ from mx_cli.cache.layout import Cache, Model
 from mx_cli.cache.snapshots import Snapshots
 from mx_cli.flows.context import Context, is_immutable, moving_name
 from mx_cli.flows.hash import HashResult, hash_model, is_local
-from mx_cli.flows.lead import rows_of
+from mx_cli.flows.publish import rows_of
 from mx_cli.model.digest import TensorDigest
 from mx_cli.model.manifest import Manifest
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 
-from mx_cli.base import units
 from mx_cli.base.errors import (
     AccessDenied,
     FilesystemRefused,
     MxError,
-    NotFound,
     OriginChanged,
     TransportFailed,
     Unreachable,
@@ -19,22 +16,22 @@ from mx_cli.base.errors import (
 from mx_cli.base.events import Progress
 from mx_cli.cache.beat import Deposed
 from mx_cli.cache.follow import Watch
-from mx_cli.cache.layout import Cache, Model, names
+from mx_cli.cache.layout import Cache, Model, names, revision_name
 from mx_cli.cache.lease import Lease
 from mx_cli.cache.parts import sweep
 from mx_cli.cache.reserve import check_collisions, probe_rename
 from mx_cli.cache.snapshots import Snapshots
-from mx_cli.engine.verify import WholeDigest
 from mx_cli.flows import deliver
-from mx_cli.flows.context import Context, is_immutable, moving_name
-from mx_cli.flows.lead import UNVERSIONED, Leader
+from mx_cli.flows.context import Context
+from mx_cli.flows.lead import Leader
 from mx_cli.flows.progress import watching
 from mx_cli.flows.request import Clock, Led, Outcome, Preview, Request, Wanted
-from mx_cli.flows.select import amount, wanted_of
+from mx_cli.flows.resolve import Resolver
+from mx_cli.flows.select import amount
+from mx_cli.flows.supply import FromOrigin, Supply
 from mx_cli.flows.verify import verify_snapshot
-from mx_cli.model.manifest import Entry, Listing, Manifest, selection_digest
+from mx_cli.model.manifest import Listing, Manifest, selection_digest
 from mx_cli.model.selection import collisions
-from mx_cli.sources.registry import OpenOrigin
 
 CHANGES = 3
 # What a follower may hope to do better than its leader: other credentials, another network, another mount.
@@ -48,57 +45,60 @@ def prefetch(request: Request, context: Context) -> Outcome:
 
     Raises the MxErrors of the exit-code table; whatever was fetched before a failure is kept for the next run.
     """
-    return Prefetch(request, context).run()
+    return Prefetch(request, context, _origin(request, context)).run()
 
 
 def preview(request: Request, context: Context) -> Preview:
     """What a prefetch would do. Asks the origin, writes nothing."""
-    return Prefetch(request, context).preview()
+    return Prefetch(request, context, _origin(request, context)).preview()
+
+
+def _origin(request: Request, context: Context) -> Supply:
+    return FromOrigin(context.origin(request.uri, request.version_id), context.settings)
 
 
 class Prefetch:
-    """One run. `resolve` finds out what is wanted, `run` gets it."""
+    """One run: find out what is wanted, and get it. `supply` is closed with it."""
 
-    def __init__(self, request: Request, context: Context) -> None:
-        self._request, self._context = request, context
+    def __init__(self, request: Request, context: Context, supply: Supply) -> None:
+        self._request, self._context, self._supply = request, context, supply
         self._clock = Clock()
         self._cache: Cache = context.cache()
-        self._origin: OpenOrigin = context.origin(request.uri, request.version_id)
-        self._model: Model = self._cache.model(self._origin.uri)
+        self._model: Model = self._cache.model(supply.uri)
         self._snapshots: Snapshots = context.snapshots(self._model)
-        self._revision = request.revision or self._origin.revision
+        self._resolver = Resolver(context, request, supply, self._model, self._snapshots)
         self._led: list[tuple[str, int]] = []
-        self._unreachable: Unreachable | None = None
 
     def run(self) -> Outcome:
-        deliver.check(self._request, self._origin.uri, self._cache.root)
+        deliver.check(self._request, self._supply.uri, self._cache.root)
         try:
             for attempt in range(1, CHANGES + 1):
                 try:
                     return self._once()
                 except OriginChanged as error:
-                    if attempt == CHANGES or self._pinned:
+                    if attempt == CHANGES or self._resolver.pinned:
                         raise
                     self._context.warn(f"{error.what}; listing the origin again")
             raise AssertionError("unreachable")
         finally:
-            self._origin.close()
+            self._supply.close()
 
     def preview(self) -> Preview:
         try:
-            listing = self.listing(writes=False)
-            wanted = wanted_of(listing, self._request, self._read_small)
+            listing = self._resolver.listing()
+            wanted = self._resolver.wanted(listing)
         finally:
-            self._origin.close()
-        there = self._there(listing)
+            self._supply.close()
+        there = self._resolver.there(listing)
         rows = tuple((e.path, e.size, e.path in there) for e in listing.files if e.path in wanted.files)
         directory = self._snapshots.directory_for(listing.revision, wanted.weights)
-        return Preview(self._origin.uri, listing.revision, self._model.snapshot(directory), rows, wanted.skipped)
+        return Preview(self._supply.uri, listing.revision, self._model.snapshot(directory), rows, wanted.skipped)
 
     def _once(self) -> Outcome:
         start = time.monotonic()
-        listing = self.listing()
-        wanted = wanted_of(listing, self._request, self._read_small)
+        # Where nothing can be a hit, find out now, not after the listing, whether the cache can be written.
+        listing = self._resolver.listing(before_asking=self._prepare)
+        wanted = self._resolver.wanted(listing)
         self._clock.resolve += time.monotonic() - start
         if wanted.skipped:
             self._context.notice(wanted.skipped)
@@ -106,122 +106,7 @@ class Prefetch:
         hit = listing.revision and self._snapshots.complete(listing.revision, wanted.files, wanted.weights)
         if hit and self._kept(hit):
             return self._hit(hit, listing, wanted)
-        return self._obtain(self._from_origin(listing, wanted), wanted)
-
-    # -- what is wanted ------------------------------------------------------------------------------------------
-
-    @property
-    def _offline(self) -> bool:
-        return self._context.settings.offline
-
-    @property
-    def _pinned(self) -> bool:
-        """Whether the revision asked for is an immutable one."""
-        return is_immutable(self._origin.uri, self._revision)
-
-    @property
-    def _ref(self) -> str:
-        return moving_name(self._origin.uri, self._revision, self._request.version_id or "")
-
-    def listing(self, *, writes: bool = True) -> Listing:
-        """What the origin holds: from the cache when the revision is pinned and known, or offline; else from the origin."""
-        known = self._known(self._revision) if self._pinned else None
-        if known and self._all_there(known):
-            return known
-        if self._offline:
-            return self._cached_listing("offline")
-        if writes and not self._model.exists:
-            # Nothing can be a hit: find out now, not after the listing, whether the cache can be written.
-            self._prepare()
-        try:
-            return self._origin.listing(self._revision or None, self._context.stop)
-        except Unreachable as error:
-            if self._context.settings.if_unreachable == "cached":
-                self._unreachable = error
-                return self._cached_listing(error.what)
-            raise
-
-    def _known(self, revision: str) -> Listing | None:
-        """The listing that a manifest remembers of a revision: paths and sizes, and no keys."""
-        for manifest in self._snapshots.of(revision):
-            entries = tuple(Entry(path, size) for path, size in manifest.listing)
-            return Listing(manifest.uri, manifest.revision, entries)
-        return None
-
-    def _all_there(self, listing: Listing) -> bool:
-        try:
-            wanted = wanted_of(listing, self._request, self._read_cached)
-        except NotFound:
-            return False
-        return self._snapshots.complete(listing.revision, wanted.files, wanted.weights) is not None
-
-    def _cached_listing(self, why: str) -> Listing:
-        if self._pinned:
-            revision, age = self._revision, ""
-        else:
-            found = self._model.read_ref(self._ref)
-            if found is None:
-                raise NotFound(
-                    f"{self._origin.uri}: {why}, and {self._ref!r} was never resolved in this cache",
-                    hint="run once without --offline, or name a cached revision with --revision (mx cache ls)",
-                )
-            revision, resolved = found
-            age = f", resolved {units.duration(max(0.0, time.time() - resolved))} ago"
-        known = self._known(revision)
-        if known is None:
-            raise NotFound(
-                f"{self._origin.uri}: {why}, and revision {revision} is not in the cache",
-                hint="mx cache ls shows what is",
-            )
-        self._context.notice(f"{why}: using the cached revision {revision}{age}")
-        return known
-
-    def _read_small(self, path: str, listing: Listing) -> bytes:
-        try:
-            return self._read_cached(path, listing)
-        except NotFound:
-            entry = next(entry for entry in listing.files if entry.path == path)
-            if self._offline or not entry.key:
-                raise
-        return self._origin.read(entry, 64 << 20)
-
-    def _read_cached(self, path: str, listing: Listing) -> bytes:
-        """A small file that decides what is wanted. One that is damaged does not decide."""
-        for manifest in self._snapshots.of(listing.revision) if listing.revision else ():
-            record = manifest.record(path)
-            if record:
-                with contextlib.suppress(OSError):
-                    data = (self._model.snapshot(manifest.directory) / path).read_bytes()
-                    if WholeDigest.of(data) == record.xxh3:
-                        return data
-        raise NotFound(
-            f"{self._origin.uri}: not in the cache, or damaged there: {path}",
-            hint="run once without --offline; mx cache verify finds damage",
-        )
-
-    def _there(self, listing: Listing) -> set[str]:
-        """The files of a revision that manifests vouch for and that are on the disk."""
-        return {
-            record.path
-            for manifest in (self._snapshots.of(listing.revision) if listing.revision else ())
-            for record in manifest.files
-            if not self._snapshots.missing(manifest, [record.path])
-        }
-
-    def _from_origin(self, listing: Listing, wanted: Wanted) -> Listing:
-        """The listing to fetch by: one that was remembered says where nothing is, and is asked for again."""
-        if self._offline:
-            lacking = f"{self._origin.uri}: offline, and {self._lacking(listing, wanted)}"
-            raise NotFound(lacking, hint="run once without --offline")
-        if self._unreachable:
-            raise Unreachable(f"{self._unreachable.what}; {self._lacking(listing, wanted)}")
-        if all(entry.key for entry in listing.files):
-            return listing
-        return self._origin.listing(listing.revision, self._context.stop)
-
-    def _lacking(self, listing: Listing, wanted: Wanted) -> str:
-        lacking = sorted(wanted.files - self._there(listing)) or sorted(wanted.files)
-        return f"not in the cache: {', '.join(lacking[:5])}" + (f" and {len(lacking) - 5} more" if lacking[5:] else "")
+        return self._obtain(self._resolver.from_origin(listing, wanted), wanted)
 
     # -- getting it ----------------------------------------------------------------------------------------------
 
@@ -232,7 +117,7 @@ class Prefetch:
     def _obtain(self, listing: Listing, wanted: Wanted) -> Outcome:
         """Follow whoever leads, or lead."""
         self._prepare_for(listing, wanted)
-        lease = self._context.lease(self._model, listing.revision or UNVERSIONED)
+        lease = self._context.lease(self._model, listing.revision)
         watch = Watch(lease, self._context.settings.ttl)
         quick = Snapshots(self._model)
         began = time.monotonic()
@@ -241,7 +126,7 @@ class Prefetch:
             self._context.stop.check()
             view = watch.look()
             vacant = watch.vacant()
-            revision = listing.revision or f"{UNVERSIONED}-{following}"
+            revision = revision_name(listing.revision, following)
             # Before leading: what look-ups may hide yet is waited for, not fetched again.
             snapshots = self._snapshots if vacant else quick
             found = snapshots.complete(revision, wanted.files, wanted.weights)
@@ -258,7 +143,7 @@ class Prefetch:
                     try:
                         return self._lead(lease, term, listing, wanted)
                     except Deposed as error:
-                        self._deposed(lease, term, listing.revision or f"{UNVERSIONED}-{term}", error)
+                        self._deposed(lease, term, revision_name(listing.revision, term), error)
                 following = 0
                 # A listing that is older than a lost claim must not make it be tried at full speed.
                 self._context.stop.wait(watch.pause())
@@ -300,7 +185,9 @@ class Prefetch:
             if pairs:
                 check_collisions(self._model.path, pairs)
         except FilesystemRefused as error:
-            raise FilesystemRefused(f"{error.what}; {self._lacking(listing, wanted)}", hint=error.hint) from None
+            raise FilesystemRefused(
+                f"{error.what}; {self._resolver.lacking(listing, wanted)}", hint=error.hint
+            ) from None
 
     def _lead(self, lease: Lease, term: int, listing: Listing, wanted: Wanted) -> Outcome:
         if not lease.lock_works:
@@ -308,8 +195,8 @@ class Prefetch:
                 "flock does not work here; the election does not need it, but a dead leader is noticed only after the TTL"
             )
         self._context.notice(f"leading term {term}")
-        revision = listing.revision or f"{UNVERSIONED}-{term}"
-        leader = Leader(self._context, self._model, self._origin, listing, wanted, self._cache.root)
+        revision = revision_name(listing.revision, term)
+        leader = Leader(self._context, self._model, self._supply.open_source, listing, wanted, self._cache.root)
         with watching(self._context, leader):
             led: Led = leader.run(lease, term, revision, self._clock, self._cache.chosen)
         return self._finish(led.manifest, listing, wanted, "leader", led.fetched)
@@ -349,7 +236,7 @@ class Prefetch:
         self._remember(listing, manifest.revision)
         self._deliver(manifest, listing, wanted)
         return Outcome(
-            uri=self._origin.uri,
+            uri=self._supply.uri,
             revision=manifest.revision,
             identity={kind: manifest.identity.get(kind) for kind in ("content", "origin")},
             directory=self._model.snapshot(manifest.directory),
@@ -371,7 +258,7 @@ class Prefetch:
 
     def _remember(self, listing: Listing, revision: str) -> None:
         """What the moving name means is worth knowing only once it is here: `--offline` leads to it."""
-        if listing.ref and not self._offline:
+        if listing.ref and not self._resolver.offline:
             try:
                 self._model.write_ref(listing.ref, revision)
             except MxError as error:
@@ -384,7 +271,7 @@ class Prefetch:
             deliver.pin(self._model, request.pin, manifest.revision, manifest.directory)
         if request.hf_cache is not None:
             hub = deliver.hub_cache(request.hf_cache, self._context.settings)
-            ref = "" if self._pinned else self._ref
+            ref = "" if self._resolver.pinned else self._resolver.ref
             deliver.hf_view(self._cache, manifest, ref, source, records, hub)
         if request.to:
             deliver.copy_to(source, records, request.to, self._context.stop.check)
