@@ -14,7 +14,7 @@ from mx_cli.base.cancel import Stop
 from mx_cli.base.errors import MxError
 from mx_cli.model.holding import HOST
 from mx_cli.model.manifest import Entry, Listing
-from mx_cli.model.record import Record
+from mx_cli.model.record import Record, Sighting
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,23 +164,43 @@ class Origin(Reader, Protocol):
 
 
 class Directory(Protocol):
-    """Where peers find one another. What it says is a hint: records may be stale, and `list` may miss new ones."""
+    """Where peers find one another. What it says is a hint: records may be stale, and new ones may not be seen yet.
+
+    Safe to use from several threads. One that only lists (static, dns) accepts what is published and forgets it; its
+    records have an address and nothing else.
+    """
 
     def publish(self, record: Record) -> None:
         """Make a peer findable. Replaces an older record of the same name if that was this host's own or is dead.
 
-        Blocks; idempotent. Raises UsageError when the name belongs to another peer that lives, FilesystemRefused or
-        Unreachable when the directory cannot be written. A directory that only lists (static, dns) accepts and forgets.
+        Blocks; idempotent. Raises UsageError when the name belongs to another peer that lives, FilesystemRefused,
+        NoSpace or Unreachable when the directory cannot be written.
         """
 
     def beat(self, record: Record) -> None:
-        """Show that the peer lives, and its present state; publishes again what was lost. Blocks; idempotent."""
+        """Show that the peer lives, and its present state; publishes again what was lost. Blocks; idempotent.
+
+        Raises what `publish` raises; here only the same generation and the dead give way.
+        """
+
+    def sightings(self, stop: Stop) -> list[Sighting]:
+        """All that is known, in no order, also the stale. Blocks for a bounded time. May remove what is long dead.
+
+        Nobody there is an empty list, and so is a name that does not resolve. Raises FilesystemRefused or Unreachable
+        when the directory cannot be read, and the reason of `stop`.
+        """
 
     def records(self, stop: Stop) -> list[Record]:
-        """All records that are not older than three beats, in no order. Blocks for a bounded time."""
+        """Those of `sightings` that are not stale: who missed three beats in a row is not among them."""
+
+    def reason(self) -> str:
+        """Why the last look found nobody, and what it left out; empty when it found somebody and all was well."""
 
     def remove(self, record: Record) -> None:
         """The peer leaves. Removes only its own generation's record. Idempotent."""
+
+    def __str__(self) -> str:
+        """As in the setting `discovery`."""
 
 
 class NoRanges(Exception):

@@ -7,7 +7,7 @@ from typing import Any
 
 from mx_cli.base.errors import IntegrityError
 
-SERVING, DRAINING, LOADING = "serving", "draining", "loading"
+SERVING, DRAINING, LOADING, UNKNOWN = "serving", "draining", "loading", "unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class Record:
     `name` is the key of a record: the generation, or a name that the operator chose and that outlives a restart.
     `address` is HOST:PORT of the control channel ("[v6]:PORT" for IPv6). `stage` and `rank` say what shape the weights
     have and whose share they are; `size` is in bytes. `proto` is the range of wire versions. Never holds a secret or
-    anything that gives access.
+    anything that gives access. Without a generation it is an address and no more: the state is UNKNOWN.
     """
 
     name: str
@@ -55,13 +55,28 @@ class Record:
             low, high = known.get("proto", (1, 1))
             known["proto"] = (int(low), int(high))
             record = cls(**known)
-            for name in ("name", "generation", "address", "state", "uri", "revision", "host"):
+            for name in _TEXTS:
                 if not isinstance(getattr(record, name), str):
                     raise TypeError(f"{name} is not text")
-            for name in ("size", "version", "readers", "slots", "pid"):
-                if not isinstance(getattr(record, name), int):
-                    raise TypeError(f"{name} is not a number")
+            for name in _COUNTS:
+                if type(getattr(record, name)) is not int or not 0 <= getattr(record, name) < 1 << 63:
+                    raise TypeError(f"{name} is not a number that can be")
             float(record.started), float(record.beaten)
             return record
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise IntegrityError(f"not a peer's record: {where} ({error})") from None
+
+
+_TEXTS = ("name", "generation", "address", "uri", "revision", "stage", "rank", "device", "state", "host", "mx")
+_COUNTS = ("size", "version", "readers", "slots", "pid")
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """A record as a directory has it. `age`: seconds since its last sign of life by the directory's own clock, None when
+    that cannot be told. `stale`: for so long that the peer is no longer believed to live.
+    """
+
+    record: Record
+    age: float | None = None
+    stale: bool = False
