@@ -1,0 +1,1 @@
+"""Where peers find one another: one directory per kind, opened by the registry."""
