@@ -1,0 +1,101 @@
+"""GPU memory as a transport sees it: blocks of the CUDA driver, a context, and what cannot be registered."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from mx_cli.base.errors import MissingCapability, TransportFailed
+
+REMEDY = "unset expandable_segments in PYTORCH_CUDA_ALLOC_CONF, or load the weights inside a torch.cuda.MemPool"
+
+
+class Allocation(NamedTuple):
+    """One block of cudaMalloc: the unit to register. Neighbouring blocks are never one region."""
+
+    address: int
+    length: int
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise MissingCapability(
+            f"the CUDA driver is missing ({error})", hint="run on a host with an NVIDIA GPU"
+        ) from None
+
+
+def allocation_of(address: int) -> Allocation:
+    """The block that holds `address`, a pointer into GPU memory. Raises MissingCapability, TransportFailed."""
+    base, length = ctypes.c_uint64(), ctypes.c_size_t()
+    driver = _driver()
+    status = driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(length), ctypes.c_uint64(address))
+    if status:
+        raise TransportFailed(f"no GPU memory at {address:#x} (CUDA driver: {_name(driver, status)})")
+    return Allocation(base.value, length.value)
+
+
+def _name(driver: ctypes.CDLL, status: int) -> str:
+    name = ctypes.c_char_p()
+    driver.cuGetErrorName(ctypes.c_int(status), ctypes.byref(name))
+    return (name.value or b"").decode() or str(status)
+
+
+def allocations_of(addresses: Iterable[int]) -> list[Allocation]:
+    """The blocks that hold these pointers, each once, by address."""
+    found: dict[int, Allocation] = {}
+    for address in sorted(addresses):
+        if not any(block.address <= address < block.address + block.length for block in list(found.values())[-1:]):
+            block = allocation_of(address)
+            found[block.address] = block
+    return list(found.values())
+
+
+def virtual_tensors(tensors: Mapping[str, Any]) -> list[str]:
+    """Names of the CUDA tensors in expandable segments.
+
+    UCX registers such memory without complaint, and then reads it at a hundredth of the speed or crashes over it.
+    """
+    import torch
+
+    cuda: Any = torch.cuda
+    segments = [
+        (segment["address"], segment["address"] + segment["total_size"])
+        for segment in cuda.memory_snapshot()
+        if segment.get("is_expandable")
+    ]
+    return [
+        name
+        for name, tensor in tensors.items()
+        if tensor.is_cuda and any(first <= tensor.data_ptr() < end for first, end in segments)
+    ]
+
+
+def refuse_virtual(tensors: Mapping[str, Any]) -> None:
+    """Raises MissingCapability naming a tensor that `virtual_tensors` finds."""
+    found = virtual_tensors(tensors)
+    if found:
+        raise MissingCapability(
+            f"GPU memory in expandable segments cannot be read by peers (tensors: {len(found)}, first {found[0]})",
+            hint=REMEDY,
+        )
+
+
+def make_context(device: int | None = None) -> None:
+    """UCX looks for GPUs when it starts, and finds those with a context. Raises MissingCapability."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise MissingCapability("no CUDA device (torch.cuda.is_available() is false)", hint="mx doctor says why")
+    torch.cuda.synchronize(device)
+
+
+def synchronize(device: int) -> None:
+    """Blocks until what came from outside is visible to kernels: a READ that is done is not yet."""
+    import torch
+
+    torch.cuda.synchronize(device)

@@ -1,0 +1,204 @@
+"""What must be right before NIXL and UCX are loaded: which build of them, their environment, their logs."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import re
+import socket
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mx_cli.base.errors import MissingCapability, UsageError
+
+INSTALL = "pip install 'mx-cli[peer]'"
+RDMA_DEVICES = Path("/sys/class/infiniband")
+PROGRESS_DELAY = 10_000
+"""Microseconds between two looks of NIXL's progress thread when nothing wakes it: its own 0 burns a core."""
+
+_BUILDS = ("nixl_cu12", "nixl_cu13")
+_PORTS = re.compile(r"(\d{1,5})-(\d{1,5})", re.ASCII)
+_MESSAGE_TRANSPORTS = frozenset({"all", "tcp"})
+_RDMA_TRANSPORTS = frozenset({"ib", "rc", "ud", "dc", "rc_v", "rc_x", "rc_verbs", "rc_mlx5", "ud_v", "ud_x", "dc_x"})
+
+_environment = threading.RLock()
+
+
+@dataclass(frozen=True)
+class Network:
+    """Which networks the data path may use.
+
+    `interface`: comma-separated names of network interfaces or RDMA devices (`eth0`, `mlx5_0:1`); those that exist here
+    are used. `data_ports`: FIRST-LAST, where this process listens for the data path. `loopback`: `lo` alone, whatever
+    `interface` says. `tcp_only`: neither shared memory nor RDMA, for a peer with another UCX.
+    """
+
+    interface: str | None = None
+    data_ports: str | None = None
+    loopback: bool = False
+    tcp_only: bool = False
+
+    def variables(self) -> dict[str, str]:
+        """UCX's variables for it. Raises UsageError that names the option at fault."""
+        found = {}
+        if self.loopback:
+            found["UCX_NET_DEVICES"] = "lo"
+        elif self.interface is not None:
+            found["UCX_NET_DEVICES"] = ",".join(_existing(self.interface))
+        if self.data_ports is not None:
+            found["UCX_TCP_PORT_RANGE"] = _port_range(self.data_ports)
+        if self.tcp_only:
+            found["UCX_TLS"] = "tcp"
+        return found
+
+
+def _existing(interface: str) -> list[str]:
+    wanted = [name.strip() for name in interface.split(",")]
+    here = {name for _, name in socket.if_nameindex()}
+    if RDMA_DEVICES.is_dir():
+        here |= set(os.listdir(RDMA_DEVICES))
+    found = [name for name in wanted if name.partition(":")[0] in here]
+    if not found:
+        raise UsageError(
+            f"--interface {interface}: no such network interface on this host",
+            hint=f"there are: {', '.join(sorted(here))}",
+        )
+    return found
+
+
+def _port_range(data_ports: str) -> str:
+    match = _PORTS.fullmatch(data_ports)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]) <= 65535:
+        raise UsageError(
+            f"--data-ports {data_ports}: expected FIRST-LAST between 1 and 65535", hint="--data-ports 20000-20100"
+        )
+    return data_ports
+
+
+def variables(network: Network, gpu: bool) -> dict[str, str]:
+    """What UCX should find in its environment. Raises UsageError, also for a UCX_TLS of the user that cannot work."""
+    chosen = os.environ.get("UCX_TLS", "")
+    if chosen and not _carries_messages(chosen):
+        raise UsageError(f"UCX_TLS={chosen}: peers need the transport tcp", hint="unset UCX_TLS, or add tcp to it")
+    found = _loading() | network.variables()
+    # UCX's own segments of 8 KiB halve the speed, and its own keepalive takes minutes to see a host that is gone.
+    found |= {"UCX_TCP_TX_SEG_SIZE": "1M", "UCX_TCP_RX_SEG_SIZE": "1M"}
+    found |= {"UCX_TCP_KEEPIDLE": "2s", "UCX_TCP_KEEPINTVL": "1s", "UCX_TCP_KEEPCNT": "3"}
+    if gpu:
+        # GPU memory that no device can read directly would be copied piece by piece, silently; the source may crash of it.
+        found["UCX_PROTO_EMULATION_ENABLE"] = "n"
+    return found
+
+
+def _loading() -> dict[str, str]:
+    """What has to be set when the libraries are loaded."""
+    # They would write to stdout, which is for the answer.
+    found = {"UCX_LOG_FILE": "stderr", "UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
+    if not RDMA_DEVICES.is_dir():
+        # A library that this module of UCX brings crashes in its destructor at the end of the process.
+        found["UCX_MODULES"] = "^ib"
+    return found
+
+
+def _carries_messages(transports: str) -> bool:
+    """Whether a UCX_TLS has a transport for messages between processes that may die: shared memory is none."""
+    names = {name.strip() for name in transports.removeprefix("^").split(",")}
+    if transports.startswith("^"):
+        return not names & _MESSAGE_TRANSPORTS
+    return bool(names & (_MESSAGE_TRANSPORTS | (_RDMA_TRANSPORTS if RDMA_DEVICES.is_dir() else frozenset())))
+
+
+@contextlib.contextmanager
+def environment(wanted: Mapping[str, str]) -> Iterator[None]:
+    """While the block runs, these variables are set, except for those that the user has set; afterwards they are as before.
+
+    UCX reads them when it is loaded and when a context is made. They must reach no program that this process starts.
+    """
+    with _environment:
+        added = {name: value for name, value in wanted.items() if name not in os.environ}
+        os.environ.update(added)
+        try:
+            yield
+        finally:
+            for name in added:
+                os.environ.pop(name, None)
+
+
+def load() -> Any:
+    """NIXL's Python module. Takes 0.3 s the first time. Raises MissingCapability."""
+    reason = missing()
+    if reason:
+        raise MissingCapability(f"NIXL cannot be used: {reason}", hint=INSTALL)
+    return _module()
+
+
+@functools.cache
+def missing() -> str:
+    """Why NIXL cannot be used here; "" when it can be. Takes 0.3 s the first time; does not import torch."""
+    if not any(importlib.util.find_spec(build) for build in _BUILDS):
+        return "the package nixl is not installed"
+    try:
+        _module()
+    except (ImportError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@functools.cache
+def _module() -> Any:
+    """The `_api` module of one build. The package `nixl` itself would import torch to choose between them."""
+    with environment(_loading()):
+        build = _build()
+        module = importlib.import_module(f"{build}._api")
+    logger = logging.getLogger("nixl")
+    if "NIXL_LOG_LEVEL" not in os.environ:
+        logger.setLevel(logging.CRITICAL)
+    for handler in logger.handlers:
+        if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stdout:
+            handler.setStream(sys.stderr)
+    return module
+
+
+def _build() -> str:
+    """The build that the process already uses (two copies of UCX do not go together), else that of torch's CUDA."""
+    loaded = [build for build in _BUILDS if f"{build}._api" in sys.modules]
+    if loaded:
+        return loaded[0]
+    cuda = getattr(getattr(sys.modules.get("torch"), "version", None), "cuda", None) or "12"
+    wanted = f"nixl_cu{cuda.partition('.')[0]}"
+    found = [build for build in sorted(_BUILDS, key=lambda build: build != wanted) if importlib.util.find_spec(build)]
+    return found[0]
+
+
+def version() -> str:
+    """NIXL's version, "" when it is not installed."""
+    for distribution in ("nixl", *_BUILDS):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(distribution)
+    return ""
+
+
+@functools.cache
+def ucx_version() -> str:
+    """Version of the UCX inside NIXL's package, "" when there is none. Loads UCX: peers with different ones may not fit."""
+    if missing():
+        return ""
+    package = Path(_module().__file__).parent
+    libraries = sorted(package.with_name(f"{package.name}.libs").glob("libucp-*.so*"))
+    if not libraries:
+        return ""
+    with environment(_loading()):
+        library = ctypes.CDLL(str(libraries[0]))
+    numbers = [ctypes.c_uint() for _ in range(3)]
+    library.ucp_get_version(*map(ctypes.byref, numbers))
+    return ".".join(str(number.value) for number in numbers)
