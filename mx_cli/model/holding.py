@@ -187,20 +187,46 @@ class Extents:
                 if one.end > other.offset:
                     raise IntegrityError(f"{file}: two places for byte {other.offset}")
 
+    def within(self, file: str, start: int, end: int) -> list[Extent]:
+        """What of [start, end) of a file lies anywhere, in order."""
+        rows = self._of.get(file, [])
+        found: list[Extent] = []
+        for row in rows[max(0, bisect.bisect_right(rows, start, key=lambda row: row.offset) - 1) :]:
+            if row.offset >= end:
+                break
+            low, high = max(start, row.offset), min(end, row.end)
+            if low < high:
+                found.append(Extent(file, low, high - low, row.address + low - row.offset, row.device))
+        return found
+
     def cut(self, file: str, start: int, end: int) -> list[Extent]:
         """The runs of memory that hold [start, end) of a file, in order. Raises IntegrityError when some is nowhere."""
-        rows = self._of.get(file, [])
-        at = max(0, bisect.bisect_right(rows, start, key=lambda row: row.offset) - 1)
-        found: list[Extent] = []
-        while start < end:
-            row = rows[at] if at < len(rows) else None
-            if row is None or not row.offset <= start < row.end:
-                raise IntegrityError(f"{file}: the peer does not say where byte {start} lies")
-            length = min(end, row.end) - start
-            found.append(Extent(file, start, length, row.address + start - row.offset, row.device))
-            start += length
-            at += 1
+        found = self.within(file, start, end)
+        at = start
+        for row in found:
+            if row.offset != at:
+                break
+            at = row.end
+        if at < end:
+            raise IntegrityError(f"{file}: the peer does not say where byte {at} lies")
         return found
+
+
+def joined(extents: Iterable[Extent]) -> list[Extent]:
+    """The same runs, by file and offset; those that touch both in the file and in memory are one."""
+    found: list[Extent] = []
+    for row in sorted(extents):
+        last = found[-1] if found else None
+        if last and (last.file, last.end, last.address + last.length, last.device) == (
+            row.file,
+            row.offset,
+            row.address,
+            row.device,
+        ):
+            found[-1] = last._replace(length=last.length + row.length)
+        elif row.length:
+            found.append(row)
+    return found
 
 
 def start_key(file: str, name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -100,6 +101,7 @@ class InMemory:
         capability = {
             "name": self._agent.name,
             "blob": base64.b64encode(blob).decode(),
+            "digest": hashlib.sha256(blob).hexdigest(),
             "extents": [list(extent) for extent in self._rows],
         }
         return {"paths": ["nixl-read", "socket"], "nixl": capability}

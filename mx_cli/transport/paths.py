@@ -1,0 +1,200 @@
+"""The two paths of a peer's bytes: `nixl-read`, out of its memory, and `socket`, over TLS."""
+
+from __future__ import annotations
+
+import base64
+import queue
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mx_cli.base.errors import IntegrityError, TransportFailed
+from mx_cli.engine.buffers import Pool, at_address, scatter
+from mx_cli.engine.ports import Memory, ReadItem, Stream
+from mx_cli.engine.threads import Flight
+from mx_cli.model.holding import HOST, Extent, Extents
+from mx_cli.transport.peer import ITEM
+
+if TYPE_CHECKING:
+    from mx_cli.transport.nixl import Agent, Read
+
+STEP = 1 << 20
+LONGEST_PAUSE = 0.002
+LEAVE = 2.0
+"""Seconds in which the threads of a path that is closed have to come out of it."""
+
+
+class Opens(Protocol):
+    """Gives the bytes of a piece of a file, in order; over connections of its own, several at once."""
+
+    def __call__(self, file: str, offset: int, length: int) -> Stream: ...
+
+
+class _Buffers:
+    """ITEM bytes of host memory for each read at once, in one pool that is made when the first is asked for."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._lock = threading.Lock()
+        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.pool: Pool | None = None
+
+    def take(self) -> int:
+        with self._lock:
+            if self.pool is None:
+                self.make()
+        return self._free.get()
+
+    def make(self) -> Pool:
+        self.pool = Pool(self._count * ITEM)
+        for index in range(self._count):
+            self._free.put(self.pool.address + index * ITEM)
+        return self.pool
+
+    def give_back(self, address: int) -> None:
+        self._free.put(address)
+
+
+class Socket:
+    """Path `socket`: ranges of the files over `window` TLS connections."""
+
+    name = "socket"
+
+    def __init__(self, opens: Opens, window: int) -> None:
+        self.window = window
+        self._opens = opens
+        self._buffers = _Buffers(window)
+
+    def bring(self, item: ReadItem, dest: Memory, flight: Flight) -> None:
+        """Into place directly where the item is one run of host memory, else through a buffer."""
+        assert item.length is not None
+        begin, end = dest.parts[0][0], dest.parts[-1][0] + dest.parts[-1][1]
+        stream = self._opens(item.entry.path, item.offset + begin, end - begin)
+        flight.attach(stream)
+        try:
+            if len(dest.parts) == 1 and dest.put is None:
+                self._fill(stream, at_address(dest.parts[0][2], end - begin), item)
+                return
+            address = self.buffer()
+            try:
+                view = at_address(address, end - begin)
+                self._fill(stream, view, item)
+                scatter(dest, begin, view)
+            finally:
+                self.give_back(address)
+        finally:
+            stream.close()
+
+    def _fill(self, stream: Stream, view: memoryview, item: ReadItem) -> None:
+        filled = 0
+        while filled < len(view):
+            count = stream.read_into(view[filled:])
+            if count == 0:
+                raise TransportFailed(f"{item.entry.path}: the peer's answer ended {len(view) - filled} bytes early")
+            filled += count
+
+    def buffer(self) -> int:
+        return self._buffers.take()
+
+    def give_back(self, address: int) -> None:
+        self._buffers.give_back(address)
+
+    def close(self) -> None:
+        """Aborted streams are closed already: a thread that reads one gets nothing more."""
+
+
+class NixlRead:
+    """Path `nixl-read`: READs out of the peer's memory, by an agent of this path's own.
+
+    Closing destroys the agent, which is the barrier. `regions`: own memory that bytes will land in, (address, length,
+    device).
+    """
+
+    name = "nixl-read"
+
+    def __init__(
+        self, agent: Agent, capability: Mapping[str, Any], regions: Sequence[tuple[int, int, int]], window: int
+    ):
+        """Connects. Blocks for a moment; raises TransportFailed, IntegrityError for extents that make no sense."""
+        self.window = window
+        self._agent = agent
+        self._peer = str(capability["name"])
+        self._extents = Extents(extents_of(capability))
+        self._posting = threading.Lock()
+        self._inside = 0
+        self._left = threading.Condition()
+        self._closed = False
+        self._buffers = _Buffers(window)
+        pool = self._buffers.make()
+        agent.register([(pool.address, pool.size, HOST), *regions])
+        agent.connect(base64.b64decode(capability["blob"]), self._peer, str(capability["digest"]))
+
+    def bring(self, item: ReadItem, dest: Memory, flight: Flight) -> None:
+        with self._left:
+            if self._closed:
+                raise TransportFailed(f"{item.entry.path}: given up")
+            self._inside += 1
+        try:
+            for devices, local, remote in self._runs(item, dest):
+                self._move(self._agent.read(self._peer, local, remote, devices), item, flight)
+        finally:
+            with self._left:
+                self._inside -= 1
+                self._left.notify_all()
+
+    def _runs(self, item: ReadItem, dest: Memory) -> list[tuple[tuple[int, int], Any, Any]]:
+        """The runs to copy, (devices, own rows, the peer's rows), one group for each kind of the peer's memory."""
+        from mx_cli.transport.nixl import rows
+
+        found: dict[int, tuple[list[int], list[int], list[int]]] = {}
+        for offset, length, address in dest.parts:
+            for extent in self._extents.cut(item.entry.path, item.offset + offset, item.offset + offset + length):
+                own, theirs, lengths = found.setdefault(extent.device, ([], [], []))
+                own.append(address + extent.offset - item.offset - offset)
+                theirs.append(extent.address)
+                lengths.append(extent.length)
+        return [
+            ((dest.device, device), rows(own, lengths, dest.device), rows(theirs, lengths, device))
+            for device, (own, theirs, lengths) in found.items()
+        ]
+
+    def _move(self, read: Read, item: ReadItem, flight: Flight) -> None:
+        try:
+            # Within one host the kernel copies in `post`, and two at once are slower than one after the other.
+            with self._posting:
+                read.post()
+            pause = 0.0001
+            while not read.done():
+                if flight.aborted or self._closed:
+                    raise TransportFailed(f"{item.entry.path}: given up")
+                time.sleep(pause)
+                pause = min(LONGEST_PAUSE, pause * 1.5)
+        finally:
+            read.release()
+
+    def buffer(self) -> int:
+        return self._buffers.take()
+
+    def give_back(self, address: int) -> None:
+        self._buffers.give_back(address)
+
+    def close(self) -> None:
+        with self._left:
+            self._closed = True
+            end = time.monotonic() + LEAVE
+            while self._inside and (left := end - time.monotonic()) > 0:
+                self._left.wait(left)
+        self._agent.destroy()
+
+
+def extents_of(capability: Mapping[str, Any]) -> list[Extent]:
+    """The peer's extents. Raises IntegrityError for what is none."""
+    try:
+        rows = [Extent(str(f), int(o), int(n), int(a), int(d)) for f, o, n, a, d in capability["extents"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise IntegrityError(f"the peer's extents make no sense ({error!r})") from None
+    for row in rows:
+        if row.offset < 0 or row.length < 0 or not 0 <= row.address < 1 << 64 or row.device < HOST:
+            raise IntegrityError(f"the peer's extents make no sense ({row.file}: {row.offset}, {row.length})")
+    return rows

@@ -1,0 +1,163 @@
+"""A peer as a Source: pieces of its files come by one of two paths, and are verified block by block as they land."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import xxhash
+
+from mx_cli.base.errors import IntegrityError, MxError, TransportFailed
+from mx_cli.base.oserrors import explain
+from mx_cli.engine.buffers import at_address
+from mx_cli.engine.ports import Block, Dest, Done, File, Host, Memory, ReadItem, SourceCaps
+from mx_cli.engine.threads import Flight, Threads
+from mx_cli.model.holding import HOST, Check, Holding
+from mx_cli.model.manifest import BLOCK
+
+ITEM = 2 * BLOCK
+"""Bytes of a read: at 16 MiB the rate of verified bytes drops, at 4 the work for each read shows."""
+
+
+class Path(Protocol):
+    """How a peer's bytes travel. Thread-safe."""
+
+    name: str
+    window: int
+
+    def bring(self, item: ReadItem, dest: Memory, flight: Flight) -> None:
+        """Fill the parts of `dest`. Blocks. Raises MxError; gives up soon when the flight is aborted."""
+
+    def buffer(self) -> int:
+        """The address of ITEM bytes of host memory to read into, for bytes that go on to a file."""
+
+    def give_back(self, address: int) -> None:
+        """The buffer is free again."""
+
+    def close(self) -> None:
+        """The barrier: when it returns, nothing lands anywhere any more. Idempotent."""
+
+
+class PeerSource(Threads):
+    """One peer, by one path. `failure()` says why the grant is gone, None while it holds.
+
+    A digest that is wrong is an IntegrityError of the item; everything else that goes wrong is the peer's failure.
+    """
+
+    def __init__(
+        self, name: str, holding: Holding, path: Path, ring: Callable[[], None], failure: Callable[[], MxError | None]
+    ) -> None:
+        super().__init__(ring)
+        self.name = name
+        self._holding, self._path, self._failure = holding, path, failure
+        self._closing = threading.Lock()
+        self._closed = False
+
+    @property
+    def caps(self) -> SourceCaps:
+        return SourceCaps(self._path.window, ITEM, self.name)
+
+    def poll(self, timeout: float) -> list[Done]:
+        news = super().poll(timeout)
+        failure = self._failure()
+        if failure and not news:
+            # Whoever waits in a read of a peer that is gone may wait for ever.
+            return [Done(item, finished=True, error=failure) for item in list(self._flights)[:1]]
+        return news
+
+    def close(self) -> None:
+        with self._closing:
+            if not self._closed:
+                self._closed = True
+                super().close()
+                self._path.close()
+
+    def read(self, flight: Flight) -> Done:
+        item = flight.item
+        try:
+            blocks = self._bring(flight)
+            return Done(item, blocks, finished=True, received=item.length or 0)
+        except MxError as error:
+            return Done(item, finished=True, error=error)
+        except OSError as error:
+            return Done(item, finished=True, error=explain(error, f"writing {item.entry.path}"))
+        except Exception as error:  # noqa: BLE001 - a bug must reach the engine, not end a thread in silence
+            failure = TransportFailed(f"reading {item.entry.path}: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            return Done(item, finished=True, error=failure)
+
+    def _bring(self, flight: Flight) -> tuple[Block, ...]:
+        item, dest = flight.item, flight.dest
+        if item.length is None:
+            raise TransportFailed(f"{item.entry.path}: a peer's files have a size")
+        if item.length == 0:
+            return ()
+        if isinstance(dest, File):
+            return self._through_buffer(flight, dest, item.length)
+        memory = dest if isinstance(dest, Memory) else _memory_of(dest)
+        self._path.bring(item, memory, flight)
+        if memory.device == HOST:
+            self._verify(item, memory)
+        flight.moved = item.length
+        return (Block(item.offset, item.length, b""),) if isinstance(dest, Memory) else _blocks(item, dest.view)
+
+    def _through_buffer(self, flight: Flight, dest: File, length: int) -> tuple[Block, ...]:
+        item = flight.item
+        address = self._path.buffer()
+        try:
+            self._path.bring(item, Memory(((0, length, address),)), flight)
+            self._verify(item, Memory(((0, length, address),)))
+            view = at_address(address, length)
+            written = 0
+            while written < length:
+                written += os.pwrite(dest.fd, view[written:], dest.offset + written)
+            if dest.seen:
+                dest.seen(dest.offset, view)
+            flight.moved = length
+            return _blocks(item, view)
+        finally:
+            self._path.give_back(address)
+
+    def _verify(self, item: ReadItem, memory: Memory) -> None:
+        """Compare every block that lies whole in the item with the digest that the peer published."""
+        assert item.end is not None
+        checks = self._holding.checks_within(item.entry.path, item.offset, item.end)
+        digest = xxhash.xxh3_128_hexdigest
+        at = 0
+        for offset, length, address in memory.parts:
+            start, end = item.offset + offset, item.offset + offset + length
+            view = at_address(address, length)
+            while at < len(checks) and checks[at].offset < end:
+                check = checks[at]
+                at += 1
+                if check.offset >= start and check.offset + check.length <= end:
+                    begin = check.offset - start
+                    found = digest(view[begin : begin + check.length])
+                    if found != check.expected:
+                        raise self._wrong(check, found)
+
+    def _wrong(self, check: Check, found: str) -> IntegrityError:
+        where = f"tensor {check.tensor}, block {check.block}"
+        return IntegrityError(f"wrong bytes from {self.name} ({where}: expected {check.expected}, observed {found})")
+
+
+def _memory_of(dest: Dest) -> Memory:
+    assert isinstance(dest, Host)
+    import ctypes
+
+    return Memory(((0, len(dest.view), ctypes.addressof(ctypes.c_char.from_buffer(dest.view))),))
+
+
+def _blocks(item: ReadItem, view: memoryview) -> tuple[Block, ...]:
+    """The blocks that a journal claims: they end on multiples of BLOCK of the file."""
+    found = []
+    at = item.offset
+    end = item.offset + len(view)
+    while at < end:
+        cut = min(end, (at // BLOCK + 1) * BLOCK)
+        piece = view[at - item.offset : cut - item.offset]
+        found.append(Block(at, cut - at, xxhash.xxh3_128_digest(piece)))
+        at = cut
+    return tuple(found)
