@@ -1,0 +1,184 @@
+"""A connection from a reader to a peer: one request at a time, and the body of its answer into the caller's memory."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import socket
+import ssl
+from collections.abc import Mapping
+from typing import Any
+
+from mx_cli.base.address import split_address
+from mx_cli.base.errors import AccessDenied, TransportFailed, Unreachable
+from mx_cli.transport import http1
+
+_SMALL = 64 << 10
+
+
+class Channel:
+    """TLS to one peer. `close` may come from another thread, and wakes whoever reads. All else is for one thread."""
+
+    def __init__(self, sock: ssl.SSLSocket, place: str) -> None:
+        self.place = place
+        self.asked = False
+        self._sock = sock
+        self._rest = b""
+        self._left = 0
+        self._keep = True
+        self.closed = False
+        certificate = sock.getpeercert(binary_form=True) or b""
+        self.certificate = hashlib.sha256(certificate).digest()
+
+    @classmethod
+    def dial(cls, place: str, context: ssl.SSLContext, connect_timeout: float) -> Channel:
+        """Connect to HOST:PORT. Blocks for at most `connect_timeout` seconds a step.
+
+        Raises Unreachable (NotThere), and AccessDenied for a certificate that the context does not trust.
+        """
+        host, port = split_address(place)
+        try:
+            plain = socket.create_connection((host, port), connect_timeout)
+        except OSError as error:
+            if isinstance(error, ConnectionRefusedError):
+                raise NotThere(f"{place}: {_say(error)}") from None
+            raise Unreachable(f"{place}: cannot connect: {_say(error)}") from None
+        try:
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock = context.wrap_socket(plain, server_hostname=host)
+        except ssl.SSLCertVerificationError as error:
+            plain.close()
+            raise AccessDenied(f"{place}: certificate verify failed: {error.verify_message}") from None
+        except (OSError, ValueError) as error:
+            plain.close()
+            raise Unreachable(f"{place}: TLS failed: {_say(error)}") from None
+        return cls(sock, place)
+
+    def set_patience(self, seconds: float) -> None:
+        """How long to wait for a byte, from now on."""
+        self._sock.settimeout(seconds)
+
+    @property
+    def reusable(self) -> bool:
+        """Whether another request may follow: the last answer was read to its end."""
+        return self._keep and self._left == 0 and not self.closed
+
+    @property
+    def left(self) -> int:
+        """Bytes of the answer's body that were not read yet."""
+        return self._left
+
+    def ask(self, method: str, target: str, headers: Mapping[str, str], body: bytes | None = None) -> int:
+        """Send a request; the status of its answer. Raises Unreachable (Silent)."""
+        lines = [f"{method} {target} HTTP/1.1", f"Host: {self.place}"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        if body is not None:
+            lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
+        self._keep = False
+        self.asked = True
+        try:
+            self._sock.sendall(("\r\n".join(lines) + "\r\n\r\n").encode("latin-1") + (body or b""))
+            status, answered = self._read_head()
+        except (OSError, ValueError) as error:
+            raise self._explain(error) from None
+        self._keep = answered.get("connection", "").lower() != "close"
+        return status
+
+    def _read_head(self) -> tuple[int, dict[str, str]]:
+        while (end := self._rest.find(http1.END)) < 0:
+            if len(self._rest) > http1.HEAD_LIMIT:
+                raise ValueError("the answer's head does not end")
+            more = self._sock.recv(_SMALL)
+            if not more:
+                raise ConnectionResetError("closed before an answer")
+            self._rest += more
+        first, *lines = self._rest[:end].decode("latin-1").split("\r\n")
+        self._rest = self._rest[end + len(http1.END) :]
+        version, _, rest = first.partition(" ")
+        if version != "HTTP/1.1" or not rest[:3].isdecimal():
+            raise ValueError("the answer is not HTTP/1.1")
+        pairs = (line.partition(":") for line in lines)
+        headers = {name.lower(): value.strip() for name, _, value in pairs}
+        length = headers.get("content-length", "")
+        if not (length.isascii() and length.isdecimal() and len(length) < 20):
+            raise ValueError("the answer has no length")
+        self._left = int(length)
+        return int(rest[:3]), headers
+
+    def read_into(self, view: memoryview) -> int:
+        """Fill the view, or as much as is left of the body; 0 = its end. Raises Unreachable when it breaks off."""
+        view = view[: min(len(view), self._left)]
+        if not view:
+            return 0
+        if self._rest:
+            count = min(len(self._rest), len(view))
+            view[:count] = self._rest[:count]
+            self._rest = self._rest[count:]
+        else:
+            count = self._receive(view)
+        self._left -= count
+        return count
+
+    def _receive(self, view: memoryview) -> int:
+        done = 0
+        try:
+            # A record holds 16 KiB; asking again at once saves the caller's overhead for each.
+            while done < len(view):
+                count = self._sock.recv_into(view[done:])
+                if count == 0 or self.closed:
+                    raise ConnectionResetError(f"the answer broke off, {self._left - done} bytes are missing")
+                done += count
+        except (OSError, ValueError) as error:
+            raise self._explain(error) from None
+        return done
+
+    def _explain(self, error: Exception) -> Unreachable:
+        kind = Silent if isinstance(error, TimeoutError) else Unreachable
+        return kind(f"{self.place}: {_say(error)}")
+
+    def body(self, limit: int) -> bytes:
+        """The whole body. Raises TransportFailed when it is larger than `limit` bytes, Unreachable when it breaks off."""
+        if self._left > limit:
+            raise TransportFailed(f"{self.place}: an answer of {self._left} bytes, expected at most {limit}")
+        data = bytearray()
+        while self._left:
+            part = memoryview(bytearray(min(self._left, 1 << 20)))
+            data += part[: self.read_into(part)]
+        return bytes(data)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.closed = True
+        # SSLSocket's own shutdown would make the socket a plain one under the thread that reads.
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
+
+    def free(self) -> None:
+        """Close and give the descriptor back; only when no other thread reads. Idempotent."""
+        self.close()
+        self._sock.close()
+
+
+class NotThere(Unreachable):
+    """Nobody listens there."""
+
+
+class Silent(Unreachable):
+    """No byte for as long as one has patience."""
+
+
+def parse_json(data: bytes, place: str) -> dict[str, Any]:
+    """An answer's object. Raises TransportFailed."""
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise TransportFailed(f"{place}: the answer is not what a peer says")
+    return value
+
+
+def _say(error: Exception) -> str:
+    text = str(error) or type(error).__name__
+    return (error.strerror or text) if isinstance(error, OSError) else text
