@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from mx_cli.base.errors import MissingCapability, TransportFailed
@@ -55,8 +55,8 @@ def allocations_of(addresses: Iterable[int]) -> list[Allocation]:
     return list(found.values())
 
 
-def virtual_tensors(tensors: Mapping[str, Any]) -> list[str]:
-    """Names of the CUDA tensors in expandable segments.
+def refuse_virtual(tensors: Iterable[Any]) -> None:
+    """Raises MissingCapability when one of these CUDA tensors lies in expandable segments.
 
     UCX registers such memory without complaint, and then reads it at a hundredth of the speed or crashes over it.
     """
@@ -68,21 +68,12 @@ def virtual_tensors(tensors: Mapping[str, Any]) -> list[str]:
         for segment in cuda.memory_snapshot()
         if segment.get("is_expandable")
     ]
-    return [
-        name
-        for name, tensor in tensors.items()
-        if tensor.is_cuda and any(first <= tensor.data_ptr() < end for first, end in segments)
-    ]
-
-
-def refuse_virtual(tensors: Mapping[str, Any]) -> None:
-    """Raises MissingCapability naming a tensor that `virtual_tensors` finds."""
-    found = virtual_tensors(tensors)
-    if found:
-        raise MissingCapability(
-            f"GPU memory in expandable segments cannot be read by peers (tensors: {len(found)}, first {found[0]})",
-            hint=REMEDY,
-        )
+    for tensor in tensors:
+        if any(first <= tensor.data_ptr() < end for first, end in segments):
+            raise MissingCapability(
+                f"GPU memory in expandable segments cannot be read by peers ({tensor.device}: {tensor.nbytes} bytes)",
+                hint=REMEDY,
+            )
 
 
 def make_context(device: int | None = None) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from mx_cli.base.errors import TransportFailed
 from mx_cli.model.holding import HOST
-from mx_cli.transport import cuda, nixl_env
+from mx_cli.transport import cuda, nixl_env, nixl_log
 from mx_cli.transport.nixl_env import Network, missing, ucx_version, version
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ class Agent:
     """A source (`register`, `blob`) or a reader (`register`, `connect`, `read`) of peers' memory.
 
     `name` is unique per life of the process: NIXL refuses a restarted peer of the same name. `gpu`: GPU memory takes part at
-    either end; such reads fail rather than fall back to a copy by software.
+    either end; such reads fail rather than fall back to a copy by software. `trace`: UCX's log goes to memory, so that
+    `probe` can name the path and errors their cause; whether it does is decided by the first agent of a process.
 
     NIXL is loaded and the network opened by the first call that needs them (up to 0.5 s): MissingCapability when NIXL
     is not here, TransportFailed when UCX finds no network, UsageError for a wrong `network`.
@@ -67,9 +68,11 @@ class Agent:
     `destroy` all but `destroy` raise TransportFailed.
     """
 
-    def __init__(self, name: str, network: Network | None = None, *, gpu: bool = False) -> None:
+    def __init__(self, name: str, network: Network | None = None, *, gpu: bool = False, trace: bool = False) -> None:
         self.name = name
         self._gpu = gpu
+        self._log = nixl_env.trace() if trace else None
+        self._opened = self._logged = self._log.size if self._log else 0
         self._variables = nixl_env.variables(network or Network(), gpu)
         self._lock = threading.Lock()
         self._nixl: Any = None
@@ -174,8 +177,21 @@ class Agent:
             try:
                 return call(self._nixl)
             except self._errors as error:
-                reason = f"{type(error).__name__}: {error}"
+                reason = self._explain(error)
         raise TransportFailed(f"{what}: {reason}", hint=WHY)
+
+    def _explain(self, error: Exception) -> str:
+        """NIXL's error in words, with what UCX has logged since the last one."""
+        said = self._log.since(self._logged) if self._log else ""
+        self._logged = self._log.size if self._log else 0
+        return ", ".join(filter(None, (type(error).__name__, str(error), nixl_log.reason(said))))
+
+    def path(self, size: int) -> str:
+        """How the newest reads of `size` bytes travel, in UCX's words (`cma/memory`, `tcp/eth0 (software emulation)`).
+
+        "" when it is not known: nothing was read, or the agent was made without `trace`.
+        """
+        return nixl_log.path_of_reads(self._log.since(self._opened), size) if self._log else ""
 
     def _open(self) -> None:
         api = nixl_env.load()
@@ -186,7 +202,7 @@ class Agent:
             self._nixl = _make(api, self.name, self._variables)
             return
         except self._errors as error:
-            reason = f"{type(error).__name__}: {error}"
+            reason = self._explain(error)
         chosen = ", ".join(f"{name}={value}" for name, value in self._variables.items() if name in _SELECTING)
         raise TransportFailed(f"UCX cannot be started ({chosen or 'no usable network'}): {reason}", hint=WHY)
 
@@ -260,11 +276,15 @@ class Read:
 
 @dataclass(frozen=True)
 class Probe:
-    """A READ that worked: its time, and what that makes of its bytes. `copied`: the kernel copied it, within this host."""
+    """A READ that worked. `copied`: it was over when it had been posted, so the kernel copied it, within this host.
+
+    `path`: see `Agent.path`.
+    """
 
     seconds: float
     bytes_per_second: float
     copied: bool
+    path: str
 
 
 def probe(
@@ -294,7 +314,8 @@ def probe(
             pause(_POLL)
         seconds = time.perf_counter() - started
         read.release()
-    return Probe(seconds, float(local[:, 1].sum()) / seconds, copied)
+    size = int(local[:, 1].sum())
+    return Probe(seconds, size / seconds, copied, agent.path(size))
 
 
 def leave() -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mx_cli.base.errors import MissingCapability, UsageError
+from mx_cli.transport.nixl_log import Log
 
 INSTALL = "pip install 'mx-cli[peer]'"
 RDMA_DEVICES = Path("/sys/class/infiniband")
@@ -32,6 +33,7 @@ _MESSAGE_TRANSPORTS = frozenset({"all", "tcp"})
 _RDMA_TRANSPORTS = frozenset({"ib", "rc", "ud", "dc", "rc_v", "rc_x", "rc_verbs", "rc_mlx5", "ud_v", "ud_x", "dc_x"})
 
 _environment = threading.RLock()
+_traced: list[Log] = []
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,8 @@ def _loading() -> dict[str, str]:
     """What has to be set when the libraries are loaded."""
     # They would write to stdout, which is for the answer.
     found = {"UCX_LOG_FILE": "stderr", "UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
+    for log in _traced:
+        found |= log.variables()
     if not RDMA_DEVICES.is_dir():
         # A library that this module of UCX brings crashes in its destructor at the end of the process.
         found["UCX_MODULES"] = "^ib"
@@ -132,6 +136,14 @@ def environment(wanted: Mapping[str, str]) -> Iterator[None]:
         finally:
             for name in added:
                 os.environ.pop(name, None)
+
+
+def trace() -> Log:
+    """UCX's log of this process, in memory instead of on stderr. Empty when UCX was loaded before the first call."""
+    with _environment:
+        if not _traced:
+            _traced.append(Log())
+        return _traced[0]
 
 
 def load() -> Any:

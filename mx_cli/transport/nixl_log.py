@@ -1,0 +1,76 @@
+"""UCX's log, kept in memory: the only place where it says which transport a read takes, and why something failed."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+
+_PREFIX = re.compile(r"^\[[^]]*\] \[[^]]*\]\s+", re.MULTILINE)
+_REASON = re.compile(r"UCX +(?:ERROR|FATAL) +(.*)")
+_READ = "remote memory read"
+_RANGE = re.compile(r"(\d+)(?:\.\.(\w+))?")
+_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_TAIL = 1 << 20
+
+
+class Log:
+    """A file without a name that UCX writes, from the moment it is loaded to the end of the process."""
+
+    def __init__(self) -> None:
+        self._fd = os.memfd_create("ucx.log", os.MFD_CLOEXEC)
+
+    def variables(self) -> dict[str, str]:
+        """What makes UCX write there: errors, and a table for each kind of operation that it has chosen a protocol for."""
+        path = f"/proc/{os.getpid()}/fd/{self._fd}"
+        return {"UCX_LOG_FILE": path, "UCX_LOG_LEVEL": "error", "UCX_PROTO_INFO": "y"}
+
+    @property
+    def size(self) -> int:
+        """Bytes so far."""
+        self._flush()
+        return os.fstat(self._fd).st_size
+
+    def _flush(self) -> None:
+        # UCX writes through the C library, which buffers what goes to a file.
+        ctypes.CDLL(None).fflush(None)
+
+    def since(self, offset: int) -> str:
+        """What came after `offset`, at most the last MiB of it."""
+        offset = max(offset, self.size - _TAIL)
+        return _PREFIX.sub("", os.pread(self._fd, _TAIL, offset).decode(errors="replace"))
+
+
+def reason(text: str) -> str:
+    """The last error in a log, "" without one."""
+    found = _REASON.findall(text)
+    return found[-1].strip() if found else ""
+
+
+def path_of_reads(text: str, size: int) -> str:
+    """How UCX reads `size` bytes from a peer by the newest table of a log: `cma/memory`, `tcp/eth0 (software emulation)`.
+
+    "" when the log has no such table.
+    """
+    found, reading, tables = "", False, False
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if len(cells) == 1 and " cfg#" in line:
+            reading, tables = False, " self cfg#" not in line
+        elif len(cells) == 1 and _READ in line:
+            reading = tables
+        elif reading and len(cells) == 3 and _covers(cells[0], size):
+            description, transport = cells[1], cells[2]
+            found = transport if "zero-copy" in description else f"{transport} ({description})"
+    return found
+
+
+def _covers(cell: str, size: int) -> bool:
+    match = _RANGE.fullmatch(cell)
+    if match is None:
+        return False
+    last = match[2] or match[1]
+    if last == "inf":
+        return int(match[1]) <= size
+    unit = _UNITS.get(last[-1], 1)
+    return last.rstrip("KMG").isdecimal() and int(match[1]) <= size <= int(last.rstrip("KMG")) * unit
