@@ -32,6 +32,8 @@ ORIGIN = (
     "retry_for",
 )
 TRANSFER = ("max_connections", "max_bandwidth", "range_size")
+PEERS = ("discovery", "record_beat")
+PEER = ("peer_token_file", "interface", "data_ports")
 ELECTION = ("wait", "ttl", "beat", "node_name", "namespace")
 
 CONSENT = ("--yes", "--force")

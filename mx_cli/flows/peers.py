@@ -1,0 +1,110 @@
+"""`mx peers`: who serves what, as far as the directory knows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mx_cli.base.errors import UsageError
+from mx_cli.discovery.registry import open_directory
+from mx_cli.flows.context import Context
+from mx_cli.flows.hash import CHECKPOINT
+from mx_cli.flows.hash_anything import hash_anything
+from mx_cli.model.identity import KINDS, Identity, kind_of
+from mx_cli.model.record import Record, Sighting
+
+SHORT = 8
+REVISION = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A record. `matches`: the strongest kind of identity that is the wanted one, empty when none is or none is wanted;
+    `differs` says what is another, where one is wanted.
+    """
+
+    sighting: Sighting
+    matches: str = ""
+    differs: str = ""
+
+    @property
+    def record(self) -> Record:
+        return self.sighting.record
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """What `directory` says; those that match come first, the living before the stale. `wanted`: identities, if any.
+
+    `reason`: why nobody is there, or what was left out.
+    """
+
+    directory: str
+    wanted: tuple[str, ...]
+    peers: tuple[Peer, ...]
+    reason: str
+
+
+def find_peers(context: Context, wanted: str | None) -> Peers:
+    """All records, the stale too, compared with `wanted`: an identity, a URI, or a directory. Asks no peer.
+
+    Blocks: a URI is resolved at its origin, a directory's weights are read unless their digests are known. Raises
+    UsageError, what `hash_anything` raises, and FilesystemRefused or Unreachable for a directory that cannot be read.
+    """
+    settings = context.settings
+    root = context.cache().root
+    directory = open_directory(settings.discovery, root, settings.record_beat, settings.connect_timeout)
+    ids, origin = _wanted(context, wanted) if wanted is not None else ({}, None)
+    peers = [_compare(sighting, ids, origin) for sighting in directory.sightings(context.stop)]
+    peers.sort(key=lambda peer: (not peer.matches, peer.sighting.stale, peer.record.name))
+    return Peers(str(directory), tuple(ids.values()), tuple(peers), directory.reason())
+
+
+def short(identity: str) -> str:
+    """`mx1c-0a1b2c3d`: enough to tell identities apart by eye."""
+    kind, dash, digits = identity.partition("-")
+    return f"{kind}{dash}{digits[:SHORT]}"
+
+
+def _wanted(context: Context, wanted: str) -> tuple[dict[str, str], Identity | None]:
+    """(kind -> identity, the full origin identity where it is known) of weights."""
+    if kind := kind_of(wanted):
+        ids, origin = {kind: wanted}, None
+    else:
+        found = hash_anything(
+            wanted, context, layout=CHECKPOINT, kind=None, content=True, revision=None, verify=False
+        ).identities
+        ids = {known.kind: known.id for known in found}
+        origin = next((known for known in found if known.kind == "origin"), None)
+    ids.pop("config", None)
+    if not ids:
+        raise UsageError(
+            f"a configuration identifies no weights ({wanted})",
+            hint="give a content (mx1c-…) or origin (mx1o-…) identity, a URI, or a directory with weights",
+        )
+    return ids, origin
+
+
+def _compare(sighting: Sighting, wanted: Mapping[str, str], origin: Identity | None) -> Peer:
+    record = sighting.record
+    offered = _by_kind(record.identities)
+    equal = next((kind for kind in KINDS if kind in wanted and wanted[kind] == offered.get(kind)), "")
+    if equal or not wanted:
+        return Peer(sighting, equal)
+    return Peer(sighting, "", _difference(record, offered, wanted, origin))
+
+
+def _by_kind(identities: Sequence[str]) -> dict[str, str]:
+    return {kind: identity for identity in identities if (kind := kind_of(identity))}
+
+
+def _difference(record: Record, offered: Mapping[str, str], wanted: Mapping[str, str], origin: Identity | None) -> str:
+    if not offered:
+        return "its identities are not known before it is asked"
+    here = (origin and origin.weights) or {}
+    if here and record.uri == here["uri"] and record.revision != here["revision"]:
+        return f"revision differs ({record.revision[:REVISION]}, wanted {here['revision'][:REVISION]})"
+    for kind in KINDS:
+        if kind in offered and kind in wanted:
+            return f"{kind} differs ({short(offered[kind])}, wanted {short(wanted[kind])})"
+    return f"not comparable (it tells {' and '.join(offered)}, wanted {' and '.join(wanted)})"
