@@ -31,7 +31,10 @@ GRACE = 1.9
 
 
 class Session:
-    """What a command gets: `context` for the flows, `answer` for its result. stdout is the answer, stderr all else."""
+    """What a command gets: `context` for the flows, `answer` for its result. stdout is the answer, stderr all else.
+
+    `grace`: seconds that a command may take to end once it was told to stop; then the process ends all the same.
+    """
 
     def __init__(
         self,
@@ -53,6 +56,7 @@ class Session:
         self._renderer: Renderer | None = None
         self._found: dict[signal.Signals, Any] = {}
         self._warnings = 0
+        self.grace = GRACE
         self._answered = ""
         self._ending = threading.RLock()
         self.failed_document: Mapping[str, Any] = {}
@@ -100,7 +104,7 @@ class Session:
             while True:
                 self.stop.wait(3600.0)
         except MxError as reason:
-            time.sleep(GRACE)
+            time.sleep(self.grace)
             finish(self._fail(reason))
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:

@@ -1,0 +1,81 @@
+"""`mx serve`."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+
+from mx_cli.base.config import read_path
+from mx_cli.base.units import parse_duration
+from mx_cli.cli.options import CACHE, ELECTION, ORIGIN, PEER, PEERS, TRANSFER, command
+from mx_cli.cli.session import Session
+
+if TYPE_CHECKING:
+    from mx_cli.flows.serve import Ready
+
+TEXT = Optional[str]  # noqa: UP045 - typer reads the object
+ABOVE_DRAIN = 5.0
+
+
+@command(CACHE, ORIGIN, TRANSFER, ELECTION, PEER, PEERS, ("grant_ttl",))
+def serve(
+    session: Session,
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="a directory, a weight file, or a URI (prefetched first)")
+    ],
+    revision: Annotated[TEXT, typer.Option("--revision", help="revision of a URI")] = None,
+    device: Annotated[
+        str, typer.Option("--device", metavar="file|cpu|cuda[:N]", help="where the weights are held for readers")
+    ] = "file",
+    listen: Annotated[
+        str, typer.Option("--listen", metavar="ADDR:PORT", help="where to listen; port 0 takes a free one")
+    ] = "127.0.0.1:0",
+    advertise: Annotated[
+        TEXT, typer.Option("--advertise", metavar="ADDR[:PORT]", help="the address that others are told")
+    ] = None,
+    max_readers: Annotated[int, typer.Option("--max-readers", min=1, metavar="N", help="readers at once")] = 4,
+    drain_timeout: Annotated[
+        str, typer.Option("--drain-timeout", metavar="DURATION", help="time for readers to finish after SIGTERM")
+    ] = "25s",
+    ready_file: Annotated[
+        TEXT, typer.Option("--ready-file", metavar="FILE", help="write the JSON line here too, when ready")
+    ] = None,
+    name: Annotated[TEXT, typer.Option("--name", help="a name in discovery that outlives a restart")] = None,
+    tls_cert: Annotated[TEXT, typer.Option("--tls-cert", metavar="FILE", help="own certificate (PEM)")] = None,
+    tls_key: Annotated[TEXT, typer.Option("--tls-key", metavar="FILE", help="its key (PEM)")] = None,
+) -> None:
+    """Offer weights to peers: from disk, host memory or GPU memory. Runs until it is stopped."""
+    from mx_cli.flows import serve as flow
+    from mx_cli.flows.serving import Offer
+
+    drain = parse_duration(drain_timeout)
+    session.grace = drain + ABOVE_DRAIN
+    context = session.context()
+    session.cache_line(context.cache().root)
+    offer = Offer(
+        listen=listen,
+        advertise=advertise,
+        slots=max_readers,
+        name=name,
+        tls_cert=read_path(tls_cert) if tls_cert else None,
+        tls_key=read_path(tls_key) if tls_key else None,
+    )
+    file = read_path(ready_file) if ready_file else None
+    request = flow.ServeRequest(model, offer, revision, device, drain)
+
+    def on_ready(ready: Ready) -> None:
+        document = ready.to_json()
+        if file:
+            from mx_cli.flows.deliver import write_result
+
+            write_result(file, document)
+        # One JSON line, also without --json: scripts read it.
+        session.answer(json.dumps(document), document)
+
+    try:
+        flow.serve(request, context, on_ready)
+    finally:
+        if file:
+            flow.remove_quietly(file)

@@ -1,0 +1,228 @@
+"""`mx serve`: weights of this machine for other processes, from disk, host memory or GPU memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mx_cli.base import units
+from mx_cli.base.cancel import Stop
+from mx_cli.base.errors import IntegrityError, MxError, UsageError
+from mx_cli.base.oserrors import explain
+from mx_cli.engine.buffers import Pool
+from mx_cli.engine.verify import WholeDigest, read_through
+from mx_cli.flows.context import Context
+from mx_cli.flows.hash import is_local
+from mx_cli.flows.holdings import local_holding
+from mx_cli.flows.prefetch import prefetch
+from mx_cli.flows.request import Request
+from mx_cli.flows.serving import Offer, Serving
+from mx_cli.flows.trust import is_loopback
+from mx_cli.model.holding import HOST, Extent, Holding
+from mx_cli.transport.held import Held, InMemory, OnDisk
+
+ALIGN = 4096
+
+
+@dataclass(frozen=True)
+class ServeRequest:
+    """`model`: a directory, a weight file or a URI; `device`: file, cpu, cuda or cuda:N; `drain`: seconds for readers."""
+
+    model: str
+    offer: Offer
+    revision: str | None = None
+    device: str = "file"
+    drain: float = 25.0
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What a peer says once it can be read."""
+
+    address: str
+    generation: str
+    identities: dict[str, str]
+    device: str
+    uri: str
+    revision: str
+    paths: tuple[str, ...]
+    files: int
+    bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema": 1,
+            "address": self.address,
+            "generation": self.generation,
+            "pid": os.getpid(),
+            "identity": self.identities,
+            "device": self.device,
+            "paths": list(self.paths),
+            "uri": self.uri,
+            "revision": self.revision,
+            "files": self.files,
+            "bytes": self.bytes,
+        }
+
+
+def serve(request: ServeRequest, context: Context, on_ready: Callable[[Ready], None]) -> None:
+    """Blocks until it is told to stop; then drains and raises the stop's reason.
+
+    The listener answers before the weights are loaded, so that a taken port is found at once and /livez works. Raises the
+    MxErrors of what it loads, UsageError for what cannot be offered.
+    """
+    kind, index = _device(request.device)
+    serving = Serving(context, request.offer)
+    try:
+        path = _local(request, context)
+        holding = local_holding(path, context)
+        held = _hold(kind, index, path, holding, serving, context)
+        serving.offer(holding, held)
+        on_ready(_ready(serving, holding, held))
+        _wait(context.stop)
+    except MxError as reason:
+        if reason is context.stop.reason and serving.holding is not None:
+            _drain(serving, request.drain, context)
+        raise
+    finally:
+        serving.close()
+
+
+def _wait(stop: Stop) -> None:
+    while True:
+        stop.wait(3600.0)
+
+
+def _drain(serving: Serving, seconds: float, context: Context) -> None:
+    late = serving.drain(seconds)
+    if late:
+        context.warn(f"ended while {units.count(len(late), 'reader')} still read: {', '.join(late[:5])}")
+
+
+def _device(text: str) -> tuple[str, int]:
+    kind, colon, number = text.partition(":")
+    if kind in ("file", "cpu") and not colon:
+        return kind, HOST
+    if kind == "cuda" and (not colon or number.isdecimal()):
+        return kind, int(number or 0)
+    raise UsageError(f"not a device: {text!r}", hint="file, cpu, cuda or cuda:N")
+
+
+def _local(request: ServeRequest, context: Context) -> Path:
+    if is_local(request.model):
+        if request.revision is not None:
+            raise UsageError(f"--revision is for a URI ({request.model} is a path)")
+        return Path(request.model).expanduser().absolute()
+    return prefetch(Request(request.model, revision=request.revision), context).directory
+
+
+def _hold(kind: str, index: int, path: Path, holding: Holding, serving: Serving, context: Context) -> Held:
+    directory = path if path.is_dir() else path.parent
+    if kind == "file":
+        return OnDisk(directory, holding)
+    if kind == "cpu":
+        return _in_pool(directory, holding, serving, context)
+    return _on_gpu(index, directory, holding, serving, context)
+
+
+def network(context: Context, address: str) -> Any:
+    """The network of the data path: as wished, and this host's alone for a peer that nobody else can reach."""
+    from mx_cli.transport.nixl import Network
+
+    settings = context.settings
+    return Network(settings.interface, settings.data_ports, loopback=is_loopback(address))
+
+
+def _in_pool(directory: Path, holding: Holding, serving: Serving, context: Context) -> Held:
+    """All files in one run of huge pages, one extent each."""
+    from mx_cli.transport.nixl import Agent, missing
+
+    extents, size = _packed(holding, HOST)
+    pool = Pool(size)
+    extents = [extent._replace(address=pool.address + extent.address) for extent in extents]
+
+    def place(at: int, view: memoryview) -> None:
+        pool.view[at : at + len(view)] = view
+
+    _load(directory, holding, place, context)
+    agent = None
+    if reason := missing():
+        context.warn(f"readers get the bytes by path socket only: {reason}")
+    else:
+        agent = Agent(serving.generation, network(context, serving.address))
+        agent.register([(pool.address, pool.size, HOST)])
+    return InMemory("cpu", extents, pool, agent)
+
+
+def _on_gpu(index: int, directory: Path, holding: Holding, serving: Serving, context: Context) -> Held:
+    """All files in one block of the GPU's memory, one extent each."""
+    from mx_cli.transport import cuda, on_gpu
+    from mx_cli.transport.nixl import Agent
+
+    extents, size = _packed(holding, index)
+    block = on_gpu.allocate(index, size)
+    start = block.data_ptr()
+    extents = [extent._replace(address=start + extent.address) for extent in extents]
+    _load(directory, holding, lambda at, view: on_gpu.copy_in(block, at, view), context)
+    agent = Agent(serving.generation, network(context, serving.address), gpu=True)
+    whole = cuda.allocation_of(start)
+    agent.register([(whole.address, whole.length, index)])
+    return InMemory(f"cuda:{index}", extents, block, agent, on_gpu.copy_out(index))
+
+
+def _packed(holding: Holding, device: int) -> tuple[list[Extent], int]:
+    """The files one after the other, each on a page of its own; addresses count from 0. And the bytes in all."""
+    extents: list[Extent] = []
+    size = 0
+    for record in holding.manifest.files:
+        extents.append(Extent(record.path, 0, record.size, size, device))
+        size += -(-record.size // ALIGN) * ALIGN
+    return extents, size
+
+
+def _load(directory: Path, holding: Holding, place: Callable[[int, memoryview], None], context: Context) -> None:
+    """Read every file once into its place, and see that it is what the manifest says. Raises IntegrityError."""
+    for extent in _packed(holding, HOST)[0]:
+        record = holding.manifest.record(extent.file)
+        whole, at = WholeDigest(), extent.address
+
+        def take(view: memoryview, whole: WholeDigest = whole) -> None:
+            nonlocal at
+            context.stop.check()
+            whole.update(view)
+            place(at, view)
+            at += len(view)
+
+        path = directory / extent.file
+        try:
+            with open(path, "rb") as file:
+                read_through(file.fileno(), take, 0, extent.length)
+        except OSError as error:
+            raise explain(error, f"reading {path}") from None
+        whole.finish()
+        if record is None or whole.value != record.xxh3:
+            raise IntegrityError(f"{path} is not what its manifest says", hint="mx cache verify finds damage")
+
+
+def _ready(serving: Serving, holding: Holding, held: Held) -> Ready:
+    return Ready(
+        address=serving.address,
+        generation=serving.generation,
+        identities={identity.kind: identity.id for identity in holding.identities},
+        device=held.device,
+        uri=holding.manifest.uri,
+        revision=holding.manifest.revision,
+        paths=tuple(held.access()["paths"]),
+        files=len(holding.manifest.files),
+        bytes=sum(record.size for record in holding.manifest.files),
+    )
+
+
+def remove_quietly(path: Path) -> None:
+    """The ready file goes when the peer does."""
+    with contextlib.suppress(OSError):
+        path.unlink()
