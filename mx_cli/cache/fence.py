@@ -17,12 +17,12 @@ class Fence:
     """One term of one lease. `work` is the stop of what the term does. Any thread may ask; each look is one listing."""
 
     def __init__(self, lease: Lease, term: int, work: Stop) -> None:
-        self._lease, self.term, self._work = lease, term, work
+        self._lease, self.term, self.work = lease, term, work
         self._checked = 0.0
 
     def check(self) -> None:
         """Raises Deposed when another leads, or the reason of the stop."""
-        self._work.check()
+        self.work.check()
         if self._lease.look().term > self.term:
             raise Deposed("another process leads now")
 
@@ -32,10 +32,10 @@ class Fence:
         if now - self._checked > CHECK_EVERY:
             self.check()
             self._checked = now
-        self._work.check()
+        self.work.check()
 
     def superseded(self) -> bool:
         """Whether another is known to lead."""
         with contextlib.suppress(MxError):
-            return self._lease.look().term > self.term
+            return self._lease.is_lost(self.term)
         return False

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import secrets
 import socket
 import time
@@ -28,6 +29,7 @@ from mx_cli.cache.layout import make_dirs, names, read_json, seen, write_private
 
 NO_LINK = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EACCES, errno.EXDEV})
 LOCK_TRIES = 10
+_RECORD = re.compile(r"(?:lead|left|failed|beat|note)\.\d+(?:\.\d+)*")
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,13 @@ class Lease:
             os.close(fd)
         return True
 
+    def is_lost(self, term: int) -> bool:
+        """Whether a term that this process claimed is surely over: there is a later one, or the lease was taken away."""
+        listing = names(self.path)
+        if view(listing).term > term or f"lead.{term}" not in listing:
+            return True
+        return bool(self.record(term).get("token", self._token) != self._token)
+
     def _is_mine(self, term: int) -> bool:
         return self.record(term).get("token") == self._token
 
@@ -262,6 +271,17 @@ class Lease:
         """What a note says; empty when it cannot be read, or no longer."""
         data = read_json(self.path / name) if name else None
         return data if isinstance(data, dict) else {}
+
+    def remove(self, term: int) -> None:
+        """Take the whole lease away, unless a later term than `term` was claimed. Best effort; then terms begin anew."""
+        with contextlib.suppress(OSError, MxError):
+            listing = names(self.path)
+            if view(listing).term <= term:
+                # The lead record goes last: as long as it is there, the next claim is for a higher term.
+                for name in sorted(listing, key=lambda name: name.startswith("lead.")):
+                    if name == "lock" or _RECORD.fullmatch(name):
+                        os.unlink(self.path / name)
+                os.rmdir(self.path)
 
     def sweep(self, term: int) -> None:
         """Remove beats, notes and other small records of terms before `term`; lead records of the highest term stay."""

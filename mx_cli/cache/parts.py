@@ -200,7 +200,7 @@ class Parts:
         if whole or not os.path.lexists(path) or os.stat(path).st_nlink < 2:
             return
         temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
-        clone_or_copy(path, temporary, self.meter.tick)
+        clone_or_copy(path, temporary, lambda _: self.meter.tick())
         os.rename(temporary, path)
 
     def _prove(self, fd: int, entry: Entry) -> list[Span]:

@@ -42,7 +42,7 @@ class Reuse:
                 return record, manifest, False
         return None
 
-    def elsewhere(self, entry: Entry, target: Path, temporary: Path, moved: Callable[[], None]) -> Found | None:
+    def elsewhere(self, entry: Entry, target: Path, temporary: Path, moved: Callable[[int], None]) -> Found | None:
         """An equal file of another snapshot, by digest or strong validator, linked (else cloned, else copied) to `target`.
 
         `temporary`: a free name for the copy in the making. `moved` is called as it grows.
@@ -79,11 +79,12 @@ def _keys(path: str, size: int, validator: str, digests: dict[str, str]) -> list
 
 
 def duplicate(
-    source: Path, target: Path, temporary: Path | None = None, moved: Callable[[], None] = lambda: None
+    source: Path, target: Path, temporary: Path | None = None, moved: Callable[[int], None] = lambda count: None
 ) -> str:
     """Give `target` the content of `source`, replacing it in one step: a hard link, else a clone, else a copy.
 
-    Returns which. `moved` is called as a copy grows. Raises NoSpace, FilesystemRefused.
+    Returns which. `moved` is called as a copy grows, with the bytes since the last call, and may raise to stop.
+    Raises NoSpace, FilesystemRefused.
     """
     temporary = temporary or target.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
@@ -92,6 +93,25 @@ def duplicate(
         return how
     except OSError as error:
         raise explain(error, f"copying {source} to {target}") from None
+    finally:
+        # rename(2) of two names of one file does nothing and keeps both.
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+
+
+def link_in_place(source: Path, target: Path) -> bool:
+    """Make `target` a hard link to `source`, replacing it in one step; False where that is not possible.
+
+    Raises NoSpace, FilesystemRefused.
+    """
+    temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
+    try:
+        if not _link(source, temporary):
+            return False
+        os.rename(temporary, target)
+        return True
+    except OSError as error:
+        raise explain(error, f"linking {source} to {target}") from None
     finally:
         # rename(2) of two names of one file does nothing and keeps both.
         with contextlib.suppress(OSError):
@@ -108,7 +128,7 @@ def _link(source: Path, target: Path) -> str:
         return ""
 
 
-def clone_or_copy(source: Path, target: Path, moved: Callable[[], None]) -> str:
+def clone_or_copy(source: Path, target: Path, moved: Callable[[int], None]) -> str:
     """A new file with the content of `source` and blocks of its own. Raises OSError."""
     with open(source, "rb") as reading, open(target, "xb") as writing:
         try:
@@ -120,7 +140,7 @@ def clone_or_copy(source: Path, target: Path, moved: Callable[[], None]) -> str:
         return "copy"
 
 
-def _copy(source: int, target: int, moved: Callable[[], None]) -> None:
+def _copy(source: int, target: int, moved: Callable[[int], None]) -> None:
     left = os.fstat(source).st_size
     while left > 0:
         try:
@@ -132,7 +152,7 @@ def _copy(source: int, target: int, moved: Callable[[], None]) -> None:
         if count == 0:
             return
         left -= count
-        moved()
+        moved(count)
 
 
 def _copy_some(source: int, target: int) -> int:

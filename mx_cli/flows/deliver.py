@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import secrets
-import stat
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +15,10 @@ from mx_cli.base import canonical
 from mx_cli.base.config import Settings, read_path
 from mx_cli.base.errors import FilesystemRefused, UsageError
 from mx_cli.base.oserrors import explain
-from mx_cli.cache.layout import Cache, Model, make_dirs, names, ref_file, sync_directory, write_atomic
-from mx_cli.cache.reuse import duplicate
-from mx_cli.engine.verify import WholeDigest, read_through
+from mx_cli.cache.layout import Cache, Model, make_dirs, ref_file, write_atomic
 from mx_cli.flows.request import Request
 from mx_cli.model.manifest import FileRecord, Manifest
 from mx_cli.model.paths import fault
-
-LAST = (".json",)
-# Seconds without a write. Who copies writes all the time, but for the sync of a large file at its end.
-ABANDONED_AFTER = 3600.0
-_TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.tmp")
 
 
 def check(request: Request, uri: str, root: Path) -> None:
@@ -66,65 +57,6 @@ def link(target: Path, path: Path, root: Path) -> None:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise explain(error, f"linking {path}") from None
-
-
-def copy_to(source: Path, records: list[FileRecord], directory: Path, check: Callable[[], None]) -> None:
-    """Fill `directory` with the snapshot's files: hard links, else clones, else copies. Foreign files stay untouched.
-
-    Files that are there and are the same are left; weights come before the small files that name them, so that whoever
-    waits for `config.json` or an index finds everything. Idempotent. `check` is called often and may raise to stop.
-    """
-    make_dirs(directory)
-    for place in {(directory / record.path).parent for record in records}:
-        _sweep(place)
-    touched = {directory}
-    for record in sorted(records, key=lambda r: (r.path.endswith(LAST), r.path)):
-        check()
-        origin, target = source / record.path, directory / record.path
-        if _same(origin, target, record, check):
-            continue
-        if target.is_dir():
-            raise FilesystemRefused(f"{target} is a directory, where a file of the checkpoint belongs")
-        make_dirs(target.parent)
-        duplicate(origin, target, moved=check)
-        touched.add(target.parent)
-    for place in touched:
-        try:
-            sync_directory(place)
-        except OSError as error:
-            raise explain(error, f"syncing {place}") from None
-
-
-def _sweep(directory: Path) -> None:
-    """Remove the copies that killed processes left unfinished. A link in the making takes no room, and is left."""
-    for name in names(directory):
-        if _TEMPORARY.fullmatch(name):
-            with contextlib.suppress(OSError):
-                info = os.lstat(directory / name)
-                if info.st_nlink == 1 and time.time() - info.st_mtime > ABANDONED_AFTER:
-                    os.unlink(directory / name)
-
-
-def _same(origin: Path, target: Path, record: FileRecord, check: Callable[[], None]) -> bool:
-    """Whether the file is there already. One that cannot be read is none: it is replaced."""
-    whole = WholeDigest()
-
-    def take(view: memoryview) -> None:
-        check()
-        whole.update(view)
-
-    try:
-        info = os.stat(target, follow_symlinks=False)
-        if os.path.samestat(info, os.stat(origin)):
-            return True
-        if not stat.S_ISREG(info.st_mode) or info.st_size != record.size:
-            return False
-        with open(target, "rb") as file:
-            read_through(file.fileno(), take)
-    except OSError:
-        return False
-    whole.finish()
-    return whole.value == record.xxh3
 
 
 def write_result(path: Path, document: Mapping[str, Any]) -> None:

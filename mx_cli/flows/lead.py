@@ -6,12 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from mx_cli.base.cancel import Stop
-from mx_cli.base.errors import IntegrityError, MxError, OriginChanged
+from mx_cli.base.errors import IntegrityError, OriginChanged
 from mx_cli.base.oserrors import explain
 from mx_cli.base.version import VERSION
-from mx_cli.cache.beat import Beat, Deposed
-from mx_cli.cache.fence import Fence
 from mx_cli.cache.layout import Model, names, term_of
 from mx_cli.cache.lease import Lease
 from mx_cli.cache.parts import Parts, sweep
@@ -27,6 +24,7 @@ from mx_cli.flows.identify import identities
 from mx_cli.flows.inspect import Inspection
 from mx_cli.flows.publish import Publisher
 from mx_cli.flows.request import Clock, Led, Wanted
+from mx_cli.flows.term import leading
 from mx_cli.model.manifest import Entry, Listing, Manifest, selection_digest
 from mx_cli.model.selection import RULES_VERSION
 from mx_cli.plan.ranges import Span, interleave, pieces, total
@@ -54,42 +52,15 @@ class Leader:
         self._context, self._model, self._open_source = context, model, open_source
         self._listing, self._wanted, self._root = listing, wanted, cache_root
         self.meter = Meter()
-        self._work = Stop()
         self._suspect: list[Entry] = []
 
     def run(self, lease: Lease, term: int, revision: str, clock: Clock, chosen: bool) -> Led:
         """Raises Deposed when another leads now, OriginChanged when the listing is out of date, or the failure."""
         self._term, self._revision, self._clock = term, revision, clock
-        self._fence = Fence(lease, term, self._work)
-        stop = self._context.stop
-        try:
-            with (
-                stop.calling(lambda: self._work.request(stop.reason or MxError("stopped"))),
-                Beat(lease, term, self.meter, self._context.settings.beat, self._deposed),
-            ):
-                led = self._lead(chosen)
-        except (Deposed, OriginChanged):
-            lease.leave(term)
-            raise
-        except MxError as error:
-            if stop.requested:
-                lease.leave(term)
-            elif self._fence.superseded():
-                # What fails for want of what a successor took is not worth telling.
-                lease.leave(term)
-                raise Deposed("another process leads now") from error
-            else:
-                lease.fail(term, error, selection_digest(self._wanted.files))
-            raise
-        except BaseException:
-            lease.leave(term)
-            raise
-        lease.leave(term)
+        with leading(self._context, lease, term, self.meter, selection_digest(self._wanted.files)) as self._fence:
+            led = self._lead(chosen)
         lease.sweep(term)
         return led
-
-    def _deposed(self) -> None:
-        self._work.request(Deposed("another process leads now"))
 
     # -- the steps -----------------------------------------------------------------------------------------------
 
@@ -141,7 +112,7 @@ class Leader:
         left = []
         for entry in entries:
             found = reuse.in_place(entry, self._revision, directory) or reuse.elsewhere(
-                entry, self._target / entry.path, parts.copy_name(entry), self.meter.tick
+                entry, self._target / entry.path, parts.copy_name(entry), lambda _: self.meter.tick()
             )
             if found is None:
                 left.append(entry)
@@ -187,11 +158,11 @@ class Leader:
             start, meter.phase = time.monotonic(), "transfer"
             limits = Limits(settings.retry_for, settings.stall_timeout, START_WIDTH * cores(), settings.max_connections)
             gate = self._context.gates[source.caps.host]
-            transfer = Transfer(source, sink, limits, gate, meter, self._work, self._context.on_retry)
+            transfer = Transfer(source, sink, limits, gate, meter, self._fence.work, self._context.on_retry)
             transfer.run(items)
             self._clock.transfer += time.monotonic() - start
             start, meter.phase = time.monotonic(), "verify"
-            sink.wait(self._work)
+            sink.wait(self._fence.work)
             self._clock.verify += time.monotonic() - start
         finally:
             source.close()

@@ -23,6 +23,7 @@ from mx_cli.cache.reserve import check_collisions, probe_rename
 from mx_cli.cache.snapshots import Snapshots
 from mx_cli.flows import deliver
 from mx_cli.flows.context import Context
+from mx_cli.flows.fill import Filling
 from mx_cli.flows.lead import Leader
 from mx_cli.flows.progress import watching
 from mx_cli.flows.request import Clock, Led, Outcome, Preview, Request, Wanted
@@ -274,6 +275,6 @@ class Prefetch:
             ref = "" if self._resolver.pinned else self._resolver.ref
             deliver.hf_view(self._cache, manifest, ref, source, records, hub)
         if request.to:
-            deliver.copy_to(source, records, request.to, self._context.stop.check)
+            Filling(self._context, source, records, request.to).run()
         if request.link:
             deliver.link(source, request.link, self._cache.root)

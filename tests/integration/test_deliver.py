@@ -10,13 +10,14 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.integration.cache_tools import model_dir
 from tests.rig import cachecheck, servers
 from tests.rig.scripted import manifests
-from tests.support import Mx, capability, checkpoint_files, clean_env, noise, safetensors_bytes, tree
+from tests.support import Mx, Running, capability, checkpoint_files, clean_env, noise, safetensors_bytes, tree
 
 SMALL = {"config.json": b"{}", "model.bin": noise("m", 300_000), "sub/tokenizer.json": b"[1]"}
 
@@ -88,9 +89,66 @@ def test_to_from_several_processes(
     hub.commit(files)
     to = (tmpfs("32m") if kind == "other" else tmp_path) / "model"
     runs = [mx.start("prefetch", hub.uri, "--to", to, env=hub.env) for _ in range(4)]
-    assert len({run.wait().ok().out for run in runs}) == 1
+    ends = [run.wait().ok() for run in runs]
+    assert len({end.out for end in ends}) == 1
+    assert sum("copying to" in end.err for end in ends) == (kind == "other"), "one process copies, and none links twice"
     assert tree(to) == cachecheck.sums(files)
     assert hub.bytes_served("/resolve/") == sum(map(len, files.values()))
+
+
+@pytest.fixture
+def copier(
+    mx: Mx, hub: servers.Hub, tmpfs: Callable[..., Path], fault_env: Callable[..., dict[str, str]], tmp_path: Path
+) -> Callable[..., tuple[Path, Running]]:
+    """A process that is stopped while it copies: before the call `name` of the `number`-th copy of three."""
+
+    def start(name: str, number: int, room: str = "8m", **env: str) -> tuple[Path, Running]:
+        hub.commit(SMALL)
+        to, count = tmpfs("8m") / "model", tmp_path / "count"
+        steady = hub.env | {"MX_BEAT": "60s"}
+        mx("prefetch", hub.uri, "--to", to, env=steady | fault_env(to, COUNT_FILE=count)).ok()
+        calls = [line.split() for line in count.read_text().splitlines()]
+        point = [int(call[1]) for call in calls if call[2] == name and ".mx-lease" not in call[3]][number - 1]
+        to = tmpfs(room) / "model"
+        run = mx.start("prefetch", hub.uri, "--to", to, env=steady | fault_env(to, STOP_AT=point) | env)
+        run.wait_stopped()
+        return to, run
+
+    return start
+
+
+@capability("mount")
+def test_to_goes_on_when_its_copier_is_killed(mx: Mx, hub: servers.Hub, copier: Callable[..., Any]) -> None:
+    to, leader = copier("rename", 2, MX_TTL="60s")
+    assert (to / "model.bin").exists()
+    assert not list(to.rglob("*.json")), "weights come first"
+    others = [mx.start("prefetch", hub.uri, "--to", to, env=hub.env | {"MX_TTL": "60s"}) for _ in range(2)]
+    for other in others:
+        other.wait_err("following", timeout=30)
+    leader.kill()
+    ends = [other.wait().ok() for other in others]
+    assert sum("copying to" in end.err for end in ends) == 1
+    assert tree(to) == cachecheck.sums(SMALL), "nothing of the killed one is left"
+
+
+@capability("mount")
+def test_to_is_right_when_its_copier_wakes_too_late(mx: Mx, hub: servers.Hub, copier: Callable[..., Any]) -> None:
+    to, frozen = copier("rename", 2, MX_TTL="0.6s")
+    mx("prefetch", hub.uri, "--to", to, env=hub.env | {"MX_TTL": "0.6s"}).ok()
+    assert tree(to) == cachecheck.sums(SMALL)
+    frozen.send(signal.SIGCONT)
+    frozen.wait().ok()
+    assert tree(to) == cachecheck.sums(SMALL)
+
+
+@capability("mount")
+def test_to_whoever_waits_hears_that_there_is_no_room(mx: Mx, hub: servers.Hub, copier: Callable[..., Any]) -> None:
+    to, first = copier("copy_file_range", 1, room="128k")
+    second = mx.start("prefetch", hub.uri, "--to", to, env=hub.env | {"MX_TTL": "60s"})
+    second.wait_err("following", timeout=30)
+    first.send(signal.SIGCONT)
+    first.wait().exits(15)
+    assert "via: leader" in second.wait().exits(15).err
 
 
 def test_to_sweeps_what_killed_copies_left(mx: Mx, hub: servers.Hub, tmp_path: Path) -> None:
