@@ -89,6 +89,7 @@ class Control:
         self.grants = Grants(slots, ttl, holder.released, clock)
         self._paused = ""
         self._lock = threading.Lock()
+        self._packing = threading.Lock()
         self._manifest: tuple[Holding, bytes] | None = None
         self._sent = 0
         self._handshakes = 0
@@ -225,7 +226,7 @@ class Control:
 
     def _manifest_of(self, request: Request) -> Response:
         holding = self._holding()
-        with self._lock:
+        with self._packing:
             kept = self._manifest
             # A holding never changes: a new version is a new one.
             if kept is None or kept[0] is not holding:

@@ -127,6 +127,9 @@ class Door:
         self._wake()
         if self._thread.ident is not None:
             self._thread.join()
+        self._selector.close()
+        self._woken.close()
+        self._waker.close()
         self._control.close()
         self._data.close()
         self._listener.close()
@@ -148,9 +151,6 @@ class Door:
         self._take_back()
         for connection in list(self._connections):
             self._drop(connection)
-        self._selector.close()
-        self._woken.close()
-        self._waker.close()
 
     def _wake(self) -> None:
         # Full means that the lobby is being woken already; closed means that it has ended.
@@ -343,6 +343,9 @@ class Door:
             self._wake()
 
     def _send(self, connection: _Connection, request: Request, response: Response) -> None:
+        # A stranger's answer is small and fits in the kernel's buffer, or the stranger does not read.
+        connection.sock.setblocking(response.trusted)
+
         def send(data: bytes | memoryview) -> None:
             connection.sending_since = time.monotonic()
             try:
@@ -350,7 +353,6 @@ class Door:
             except (OSError, ValueError) as error:
                 raise _Gone from error
 
-        connection.sock.setblocking(True)
         head = response.head(request.keep)
         if request.method == "HEAD":
             send(head)

@@ -64,6 +64,9 @@ def dial(
     channel = Channel.dial(place, context, connect_timeout)
     try:
         generation, token = _shake_hands(channel, place, known[0])
+    except NotFound:
+        channel.free()
+        raise TransportFailed(f"{place}: not a peer (something else answers there)") from None
     except BaseException:
         channel.free()
         raise
@@ -285,6 +288,11 @@ class Grant:
         """Whether the peer still knows of this reader, as far as can be seen."""
         return self._failure is None and not self._ended.is_set()
 
+    @property
+    def failure(self) -> MxError | None:
+        """Why the grant is gone; None while it holds."""
+        return self._failure
+
     def raise_failure(self) -> None:
         """Raise TransportFailed when the peer is gone, or ended the grant."""
         if self._failure is not None:
@@ -310,13 +318,13 @@ class Grant:
             try:
                 self._learn(self._session.call("POST", target, {"proto": PROTO[1], **self._told}, self._ttl / 2))
                 heard = time.monotonic()
-            except Unreachable as error:
-                gone = isinstance(error, NotThere) or time.monotonic() - heard >= self._ttl / 2
-                if gone:
-                    self._failure = TransportFailed(f"the peer is gone: {error.what}")
-                    return
             except MxError as error:
-                self._failure = TransportFailed(f"the peer ended the grant: {error.what}")
+                if self._ended.is_set():
+                    return
+                patient = isinstance(error, Unreachable) and not isinstance(error, NotThere)
+                if patient and time.monotonic() - heard < self._ttl / 2:
+                    continue
+                self._failure = TransportFailed(f"the grant is gone: {error.what}")
                 return
 
     def _learn(self, answer: Mapping[str, Any]) -> None:
