@@ -26,6 +26,7 @@ from mx_cli.transport.door import Door
 from mx_cli.transport.held import Held
 from mx_cli.transport.host import host_facts
 from mx_cli.transport.listen import listen
+from mx_cli.transport.nixl_env import RDMA_DEVICES
 from mx_cli.transport.secret import load_certificate, make_certificate
 
 SLOTS = 4
@@ -87,6 +88,7 @@ class Serving:
             "pid": os.getpid(),
             "mx": VERSION,
             "started": self._started,
+            "rdma": RDMA_DEVICES.is_dir(),
             **host_facts(),
         }
 

@@ -187,6 +187,14 @@ class Extents:
                 if one.end > other.offset:
                     raise IntegrityError(f"{file}: two places for byte {other.offset}")
 
+    @property
+    def largest(self) -> Extent:
+        """Raises IntegrityError when there is none."""
+        rows = [row for rows in self._of.values() for row in rows]
+        if not rows:
+            raise IntegrityError("the peer does not say where any byte lies")
+        return max(rows, key=lambda row: row.length)
+
     def within(self, file: str, start: int, end: int) -> list[Extent]:
         """What of [start, end) of a file lies anywhere, in order."""
         rows = self._of.get(file, [])

@@ -97,11 +97,14 @@ class InMemory:
     def access(self) -> dict[str, Any]:
         if self._agent is None:
             return {"paths": ["socket"], "nixl": None}
+        from mx_cli.transport.nixl import ucx_version
+
         blob = self._agent.blob()
         capability = {
             "name": self._agent.name,
             "blob": base64.b64encode(blob).decode(),
             "digest": hashlib.sha256(blob).hexdigest(),
+            "ucx": ucx_version(),
             "extents": [list(extent) for extent in self._rows],
         }
         return {"paths": ["nixl-read", "socket"], "nixl": capability}

@@ -6,7 +6,7 @@ import base64
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mx_cli.base.errors import IntegrityError, TransportFailed
@@ -17,9 +17,9 @@ from mx_cli.model.holding import HOST, Extent, Extents
 from mx_cli.transport.peer import ITEM
 
 if TYPE_CHECKING:
-    from mx_cli.transport.nixl import Agent, Read
+    from mx_cli.transport.nixl import Agent, Probe, Read
 
-STEP = 1 << 20
+PROBE = 1 << 20
 LONGEST_PAUSE = 0.002
 LEAVE = 2.0
 """Seconds in which the threads of a path that is closed have to come out of it."""
@@ -129,6 +129,19 @@ class NixlRead:
         pool = self._buffers.make()
         agent.register([(pool.address, pool.size, HOST), *regions])
         agent.connect(base64.b64decode(capability["blob"]), self._peer, str(capability["digest"]))
+
+    def probe(self, deadline: float, pause: Callable[[float], None]) -> Probe:
+        """Read a little, to see that it works, and how. Blocks for `deadline` seconds. Raises TransportFailed."""
+        from mx_cli.transport.nixl import probe, rows
+
+        first = self._extents.largest
+        length = min(PROBE, first.length, ITEM)
+        address = self.buffer()
+        try:
+            local, remote = rows([address], [length]), rows([first.address], [length], first.device)
+            return probe(self._agent, self._peer, local, remote, (HOST, first.device), deadline=deadline, pause=pause)
+        finally:
+            self.give_back(address)
 
     def bring(self, item: ReadItem, dest: Memory, flight: Flight) -> None:
         with self._left:

@@ -1,0 +1,118 @@
+"""Which path a peer's bytes take: `nixl-read` where memory can be read directly, else `socket`; and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mx_cli.base.errors import MissingCapability, TransportFailed, UsageError
+from mx_cli.flows.context import Context
+from mx_cli.flows.serving import new_generation
+from mx_cli.flows.trust import is_loopback
+from mx_cli.transport.host import host_facts, share_memory
+from mx_cli.transport.nixl_env import RDMA_DEVICES
+from mx_cli.transport.paths import NixlRead, Socket
+from mx_cli.transport.peer import Path
+from mx_cli.transport.session import Grant, Session
+
+PATHS = ("auto", "nixl-read", "socket")
+REQUIREMENTS = ("rdma", "encrypted")
+SOCKETS = 4
+READS = 3
+PROBE_TIMEOUT = 5.0
+
+
+@dataclass(frozen=True)
+class Wish:
+    """`peers`: addresses to use instead of discovery. `path`: one of PATHS. `require`: of REQUIREMENTS."""
+
+    peers: tuple[str, ...] = ()
+    path: str = "auto"
+    require: frozenset[str] = frozenset()
+
+    def check(self) -> None:
+        """Raises UsageError for words that mean nothing, or contradict each other."""
+        if self.path not in PATHS:
+            raise UsageError(f"--path {self.path}: not one of {', '.join(PATHS)}")
+        if unknown := sorted(self.require - set(REQUIREMENTS)):
+            raise UsageError(f"--require {', '.join(unknown)}: not one of {', '.join(REQUIREMENTS)}")
+        if "encrypted" in self.require and (self.path == "nixl-read" or "rdma" in self.require):
+            raise UsageError("--require encrypted: only path socket is encrypted", hint="leave --path or rdma out")
+        if "rdma" in self.require and self.path == "socket":
+            raise UsageError("--require rdma: not by path socket", hint="leave --path out")
+
+
+def open_path(
+    context: Context,
+    session: Session,
+    grant: Grant,
+    facts: Mapping[str, Any],
+    wish: Wish,
+    regions: Sequence[tuple[int, int, int]],
+) -> tuple[Path, str, str]:
+    """(the path, its name, why this one). Blocks for a probe of some seconds at most.
+
+    Raises MissingCapability when --require or --path wants what cannot be had, TransportFailed.
+    """
+    why_not = _why_not_nixl(session, grant, facts, wish)
+    if not why_not:
+        try:
+            return _nixl(context, session, grant, facts, regions)
+        except (TransportFailed, MissingCapability) as error:
+            why_not = error.what
+    if wish.path == "nixl-read" or "rdma" in wish.require:
+        raise MissingCapability(f"{session.address}: path nixl-read is wanted, and cannot be had ({why_not})")
+    if "socket" not in grant.access.get("paths", ()):
+        raise TransportFailed(f"{session.address}: it offers no path that can be used here ({why_not})")
+
+    def opens(file: str, offset: int, length: int) -> Any:
+        return session.open(file, offset, length, grant)
+
+    return Socket(opens, SOCKETS), "socket", why_not
+
+
+def _why_not_nixl(session: Session, grant: Grant, facts: Mapping[str, Any], wish: Wish) -> str:
+    """Empty when the path nixl-read is worth trying."""
+    if "encrypted" in wish.require:
+        return "NIXL's bytes are not encrypted (--require encrypted)"
+    if wish.path == "socket":
+        return "--path socket"
+    if "nixl-read" not in grant.access.get("paths", ()):
+        return f"the peer offers only {', '.join(grant.access.get('paths', ())) or 'nothing'} ({facts.get('device')})"
+    from mx_cli.transport.nixl import missing, ucx_version
+
+    if reason := missing():
+        return reason
+    theirs = str(grant.access["nixl"].get("ucx", ""))
+    if theirs != ucx_version():
+        return f"UCX here is {ucx_version()}, there {theirs}"
+    near = share_memory(host_facts(), facts)
+    has_rdma = RDMA_DEVICES.is_dir() and bool(facts.get("rdma"))
+    if "rdma" in wish.require and not has_rdma:
+        return "no RDMA device on both sides (--require rdma)"
+    if not near and not has_rdma and wish.path != "nixl-read":
+        return "another host, and no RDMA: READs over TCP are emulated, and can end the source"
+    return ""
+
+
+def _nixl(
+    context: Context,
+    session: Session,
+    grant: Grant,
+    facts: Mapping[str, Any],
+    regions: Sequence[tuple[int, int, int]],
+) -> tuple[Path, str, str]:
+    from mx_cli.transport.nixl import Agent, Network
+
+    settings = context.settings
+    network = Network(settings.interface, settings.data_ports, loopback=is_loopback(session.address))
+    agent = Agent(new_generation(), network, gpu=any(device >= 0 for _, _, device in regions))
+    try:
+        path = NixlRead(agent, grant.access["nixl"], regions, READS)
+        found = path.probe(PROBE_TIMEOUT, context.stop.wait)
+    except BaseException:
+        agent.destroy()
+        raise
+    where = "the kernel copies, within this host" if found.copied else "over the network"
+    return path, "nixl-read", f"{where}, {found.bytes_per_second / 1e9:.1f} GB/s probed"

@@ -1,0 +1,327 @@
+"""Finding peers that hold what is wanted: dialled in parallel, compared, and asked for a grant."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from mx_cli.base.errors import Incompatible, IntegrityError, MxError, NoPeer, UsageError
+from mx_cli.discovery.registry import open_directory
+from mx_cli.discovery.static import only_address
+from mx_cli.engine.many import Bell, Member
+from mx_cli.flows import trust
+from mx_cli.flows.context import Context
+from mx_cli.flows.data_path import Wish, open_path
+from mx_cli.model.holding import Holding
+from mx_cli.model.identity import KINDS, kind_of
+from mx_cli.model.record import SERVING, UNKNOWN, Record
+from mx_cli.transport.host import host_facts, share_memory
+from mx_cli.transport.peer import PeerSource
+from mx_cli.transport.session import Grant, Queued, Session, dial
+
+DIALS = 16
+DIAL_TIMEOUT = 1.0
+MOST_SOURCES = 4
+LOOK_EVERY = 1.0
+SHOWN = 5
+
+
+@dataclass
+class Peer:
+    """One life of a peer that answered: what it says of itself, and by which identity it matches."""
+
+    session: Session
+    facts: Mapping[str, Any]
+    matched: str
+    grant: Grant | None = None
+    path: str = ""
+    reason: str = ""
+
+    @property
+    def address(self) -> str:
+        return self.session.address
+
+    @property
+    def load(self) -> float:
+        return (int(self.facts.get("readers", 0)) + int(self.facts.get("queue", 0))) / max(
+            1, int(self.facts.get("slots", 1))
+        )
+
+
+@dataclass
+class Group:
+    """Peers that hold the very same files: they can be read together."""
+
+    holding: Holding
+    peers: list[Peer]
+
+
+@dataclass
+class Refusals:
+    """Why candidates were left out: (address, reason). `others`: identities that were met and are not wanted."""
+
+    reasons: dict[str, str] = field(default_factory=dict)
+    others: set[str] = field(default_factory=set)
+
+    def text(self) -> str:
+        rows = [f"{address}: {reason}" for address, reason in list(self.reasons.items())[:SHOWN]]
+        more = len(self.reasons) - SHOWN
+        return "; ".join(rows) + (f"; and {more} more" if more > 0 else "")
+
+
+class Peering:
+    """The search for peers with one of the identities `wanted` (id strings). `close` always.
+
+    `own` is the generation of this process's own peer, which is never a source for itself.
+    """
+
+    def __init__(self, context: Context, wanted: Sequence[str], wish: Wish, own: str = "") -> None:
+        self._context, self._wish, self._own = context, wish, own
+        self._wanted = [one for one in wanted if kind_of(one) not in (None, "config")]
+        settings = context.settings
+        self._directory = open_directory(
+            settings.discovery, context.cache().root, settings.record_beat, settings.connect_timeout
+        )
+        self._sessions: dict[str, Session] = {}
+        self.refusals = Refusals()
+        self.group: Group | None = None
+
+    def find(self, wait: float) -> Group:
+        """The largest group of peers that match, the least loaded and nearest first. Looks again for `wait` seconds.
+
+        Blocks. Raises NoPeer when nobody matches in time, Incompatible when there are peers and all hold other weights,
+        UsageError when there is no secret for a peer that was named.
+        """
+        end = time.monotonic() + wait
+        while True:
+            peers = self._look()
+            if peers:
+                self.group = self._largest(peers)
+                return self.group
+            left = end - time.monotonic()
+            if left <= 0:
+                raise self._nobody(wait)
+            self._context.stop.wait(min(LOOK_EVERY, left))
+
+    def close(self, serving: str = "", verified: int = 0) -> None:
+        """Give grants back and hang up. `serving`: where this process offers the `verified` bytes itself now. Idempotent."""
+        for peer in self.group.peers if self.group else ():
+            if peer.grant:
+                peer.grant.release(serving, verified)
+        for session in self._sessions.values():
+            session.close()
+        self._sessions.clear()
+
+    # -- looking -------------------------------------------------------------------------------------------------
+
+    def _look(self) -> list[Peer]:
+        self.refusals = Refusals()
+        found = self._dial_all(self._candidates())
+        mine = host_facts()
+        return sorted(found, key=lambda peer: (peer.load, not share_memory(mine, peer.facts), peer.address))
+
+    def _candidates(self) -> list[Record]:
+        named = [only_address(*_named(address)) for address in self._wish.peers]
+        if named:
+            return named
+        records = [record for record in self._directory.records(self._context.stop) if record.generation != self._own]
+        usable = []
+        for record in records:
+            why = self._left_out(record)
+            if why:
+                self.refusals.reasons[record.address] = why
+            else:
+                usable.append(record)
+        return usable
+
+    def _left_out(self, record: Record) -> str:
+        """Why a record alone says that dialling is no use; empty when it may be."""
+        if record.state not in (SERVING, UNKNOWN):
+            return record.state
+        if record.identities and not set(record.identities) & set(self._wanted):
+            self.refusals.others |= set(record.identities)
+            return "other weights"
+        return ""
+
+    def _dial_all(self, records: Iterable[Record]) -> list[Peer]:
+        todo = {record.address: record for record in records}
+        if not todo:
+            return []
+        with ThreadPoolExecutor(min(DIALS, len(todo))) as pool:
+            answers = list(pool.map(self._dial, todo.values()))
+        return [peer for peer in answers if peer is not None]
+
+    def _dial(self, record: Record) -> Peer | None:
+        try:
+            session = self._session(record.address)
+            facts = session.source()
+            return self._compare(record, session, facts)
+        except UsageError:
+            if self._wish.peers:
+                raise
+            self.refusals.reasons[record.address] = "no secret to offer (--peer-token-file)"
+        except MxError as error:
+            self._sessions.pop(record.address, None)
+            self.refusals.reasons[record.address] = error.what
+        return None
+
+    def _session(self, address: str) -> Session:
+        session = self._sessions.get(address)
+        if session is None:
+            settings = self._context.settings
+            secrets = trust.offered(self._context, address)
+            timeout = settings.connect_timeout if self._wish.peers else DIAL_TIMEOUT
+            session = dial(address, secrets, timeout, settings.peer_stall_timeout, settings.ca_bundle)
+            self._sessions[address] = session
+        return session
+
+    def _compare(self, record: Record, session: Session, facts: Mapping[str, Any]) -> Peer | None:
+        if session.generation == self._own:
+            return None
+        identities = [str(one) for one in facts.get("identities", ())]
+        matched = next((one for one in _strongest_first(self._wanted) if one in identities), "")
+        if not matched:
+            self.refusals.others |= set(identities)
+            why = "other weights"
+            if record.generation and record.generation != session.generation:
+                why = f"another life than its record's ({session.generation}), with other weights"
+            self.refusals.reasons[record.address] = why
+            return None
+        if facts.get("state") != SERVING:
+            self.refusals.reasons[record.address] = str(facts.get("state"))
+            return None
+        return Peer(session, facts, matched)
+
+    def _largest(self, peers: Sequence[Peer]) -> Group:
+        """Peers of one manifest; others hold the same weights in other files."""
+        by_digest: dict[str, list[Peer]] = {}
+        for peer in peers:
+            by_digest.setdefault(str(peer.facts.get("manifest")), []).append(peer)
+        errors: list[MxError] = []
+        for digest, members in sorted(by_digest.items(), key=lambda pair: -len(pair[1])):
+            for peer in members:
+                try:
+                    holding = peer.session.holding()
+                    if holding.digest != digest:
+                        raise IntegrityError(f"{peer.address}: its manifest is not the one that it announced")
+                    return Group(holding, members)
+                except MxError as error:
+                    errors.append(error)
+                    self.refusals.reasons[peer.address] = error.what
+        raise errors[0]
+
+    def _nobody(self, wait: float) -> MxError:
+        within = f" within {wait:g} s" if wait else ""
+        wanted = " or ".join(self._wanted) or "nothing that identifies weights"
+        if self.refusals.others and all("other weights" in why for why in self.refusals.reasons.values()):
+            nearest = ", ".join(sorted(self.refusals.others)[:SHOWN])
+            return Incompatible(
+                f"no peer holds {wanted}{within} ({self.refusals.text()}; they hold {nearest})",
+                hint="mx peers shows who holds what; mx hash MODEL --diff OTHER names the differing fields",
+            )
+        why = self.refusals.text() or self._directory.reason() or f"nobody in {self._directory}"
+        return NoPeer(f"no peer holds {wanted}{within} ({why})", hint="mx peers; mx serve MODEL makes one")
+
+    # -- grants --------------------------------------------------------------------------------------------------
+
+    def members(
+        self, bell: Bell, regions: Sequence[tuple[int, int, int]], wait: float, serving: str = ""
+    ) -> list[Member]:
+        """Sources of the group, one for each grant that could be had, MOST_SOURCES at most. Waits in their queues.
+
+        `regions`: own memory that bytes will land in, (address, length, device). Raises NoPeer when no slot comes free
+        within `wait` seconds, and what the only path of the last peer raised.
+        """
+        assert self.group is not None, "find comes first"
+        end = time.monotonic() + wait
+        asked: set[str] = set()
+        while True:
+            pause = self._ask(self.group, asked, serving)
+            granted = [peer for peer in self.group.peers if peer.grant][:MOST_SOURCES]
+            members = [member for peer in granted if (member := self._member(peer, bell, regions))]
+            if members:
+                return members
+            left = end - time.monotonic()
+            if left <= 0 or not any(peer.grant is None for peer in self.group.peers):
+                raise NoPeer(f"no peer could be read ({self._why_none()})", hint="--wait, or more peers")
+            self._context.stop.wait(min(pause, left))
+
+    def _why_none(self) -> str:
+        assert self.group is not None
+        return "; ".join(f"{peer.address}: {peer.reason or 'no slot'}" for peer in self.group.peers[:SHOWN])
+
+    def _ask(self, group: Group, asked: set[str], serving: str) -> float:
+        """Ask those without a grant; meet the better peers that they name. Seconds until it is worth asking again."""
+        pause = LOOK_EVERY
+        reader = {"host": socket.gethostname(), "pid": os.getpid(), **host_facts(), "address": serving}
+        better: list[str] = []
+        for peer in list(group.peers):
+            if peer.grant or peer.reason or sum(1 for one in group.peers if one.grant) >= MOST_SOURCES:
+                continue
+            try:
+                answer = peer.session.grant(reader)
+            except MxError as error:
+                peer.reason = error.what
+                continue
+            if isinstance(answer, Queued):
+                pause = min(pause, answer.retry_after)
+                better += answer.better
+            else:
+                peer.grant = answer
+        known = {peer.address for peer in group.peers} | asked | {serving}
+        fresh = [address for address in dict.fromkeys(better) if address not in known]
+        asked.update(fresh)
+        records = []
+        for address in fresh:
+            with contextlib.suppress(UsageError):
+                records.append(only_address(*_named(address)))
+        met = [peer for peer in self._dial_all(records) if peer.facts.get("manifest") == group.holding.digest]
+        group.peers += met
+        return 0.0 if met else pause
+
+    def _member(self, peer: Peer, bell: Bell, regions: Sequence[tuple[int, int, int]]) -> Member | None:
+        assert self.group is not None
+        assert peer.grant is not None
+        grant = peer.grant
+        try:
+            path, peer.path, peer.reason = open_path(
+                self._context, peer.session, grant, peer.facts, self._wish, regions
+            )
+        except MxError as error:
+            peer.reason = error.what
+            grant.release()
+            return None
+        source = PeerSource(peer.address, self.group.holding, path, bell.ring, lambda: grant.failure)
+        return Member(peer.address, source, silence=self._context.settings.peer_stall_timeout)
+
+    def check_versions(self) -> None:
+        """After the last byte: the weights are those of the manifest still. Raises IntegrityError for a torn read."""
+        assert self.group is not None
+        for peer in self.group.peers:
+            if peer.grant and peer.path and peer.grant.alive:
+                facts = peer.session.source()
+                if (
+                    facts.get("version") != self.group.holding.version
+                    or facts.get("manifest") != self.group.holding.digest
+                ):
+                    raise IntegrityError(f"{peer.address}: the weights changed while they were read")
+
+
+def _named(address: str) -> tuple[str, int]:
+    from mx_cli.base.address import split_address
+
+    host, port = split_address(address)
+    if port == 0:
+        raise UsageError(f"not a peer's address ({address!r}: port 0)")
+    return host, port
+
+
+def _strongest_first(identities: Iterable[str]) -> list[str]:
+    order = list(KINDS)
+    return sorted(identities, key=lambda one: order.index(kind_of(one) or order[-1]))
