@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import stat
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.rig import cachecheck, servers
-from tests.support import MIB, Mx, capability, checkpoint_files, noise, safetensors_bytes, tree
+from tests.support import MIB, Mx, capability, checkpoint_files, noise, tree
 
 Faults = Callable[..., dict[str, str]]
 FILES = checkpoint_files(shards=3, size=3 * MIB)
@@ -318,24 +319,34 @@ def limited() -> Iterator[Callable[[int], tuple[str, ...]]]:
     group.rmdir()
 
 
+def fill(path: Path, size: int, data: bytes) -> None:
+    """A file of `size` MiB, never in memory as a whole: `data` again and again."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        if path.suffix == ".safetensors":
+            row = {"dtype": "U8", "shape": [size * MIB], "data_offsets": [0, size * MIB]}
+            text = json.dumps({"t": row}).encode()
+            text += b" " * (-len(text) % 8)
+            file.write(len(text).to_bytes(8, "little") + text)
+        for at in range(0, size * MIB, len(data)):
+            file.write(data[: size * MIB - at])
+
+
 def test_memory_does_not_follow_the_size(
-    mx: Mx, nginx_s3: servers.S3, limited: Callable[[int], tuple[str, ...]]
+    mx: Mx, nginx_s3: servers.NginxS3, limited: Callable[[int], tuple[str, ...]]
 ) -> None:
-    """P-56 memory: one large object and many small ones, in a fraction of their size."""
-    peaks = []
+    """P-56 memory: one object of 1 GiB and 40 of 25 MiB, in a fraction of their size."""
+    data, peaks = noise("memory", 25 * MIB), []
     for name, files in {
         "small": {"model.safetensors": 16},
-        "large": {"model.safetensors": 256},
-        "many": {f"part-{n}.bin": 8 for n in range(24)},
+        "large": {"model.safetensors": 1024},
+        "many": {f"part-{n}.bin": 25 for n in range(40)},
     }.items():
         for path, size in files.items():
-            data = noise(name + path, size * MIB)
-            if path.endswith("safetensors"):
-                data = safetensors_bytes({"t": ("U8", (size * MIB,), data)})
-            nginx_s3.put(f"{name}/{path}", data)
-        del data
+            fill(nginx_s3.path(f"{name}/{path}"), size, data)
+        nginx_s3.write_lists()
         env = nginx_s3.env | {"MX_ANON": "1"}
-        result = mx("prefetch", nginx_s3.uri(name), "--all", env=env, prefix=limited(160 * MIB)).ok()
+        result = mx("prefetch", nginx_s3.uri(name), "--all", env=env, prefix=limited(256 * MIB)).ok()
         peaks.append(int(re.findall(r"peak (\d+)", result.err)[0]) // 1024)
         subprocess.run(["rm", "-r", result.out.strip()], check=True)
     assert max(peaks) - min(peaks) < 48, peaks
