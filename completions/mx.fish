@@ -14,13 +14,13 @@ function __mx_command
                 break
             case '-*'
                 switch "$command $word"
-                    case 'mx hash --revision' 'mx hash --kind' 'mx hash --diff' 'mx hash --stage' 'mx hash --tp' 'mx hash --pp' 'mx hash --ep' 'mx hash --dp' 'mx hash --rank' 'mx hash --dtype' 'mx hash --quantization' 'mx hash --engine' 'mx hash --engine-version' 'mx hash --set' 'mx hash --scheme' 'mx hash --field' 'mx hash --cache-dir' 'mx hash --visibility' 'mx hash --endpoint-url' 'mx hash --region' 'mx hash --ca-bundle' 'mx hash --hf-token-file' 'mx hash --connect-timeout' 'mx hash --stall-timeout' 'mx hash --retry-for' 'mx hash --timeout' 'mx hash --log-format' 'mx hash --progress' 'mx hash --config' 'mx prefetch --revision' 'mx prefetch --version-id' 'mx prefetch --include' 'mx prefetch --exclude' 'mx prefetch --pin' 'mx prefetch --to' 'mx prefetch --link' 'mx prefetch --result' 'mx prefetch --hf-cache' 'mx prefetch --cache-dir' 'mx prefetch --visibility' 'mx prefetch --endpoint-url' 'mx prefetch --region' 'mx prefetch --ca-bundle' 'mx prefetch --hf-token-file' 'mx prefetch --connect-timeout' 'mx prefetch --stall-timeout' 'mx prefetch --retry-for' 'mx prefetch --max-connections' 'mx prefetch --max-bandwidth' 'mx prefetch --range-size' 'mx prefetch --wait' 'mx prefetch --ttl' 'mx prefetch --beat' 'mx prefetch --node-name' 'mx prefetch --namespace' 'mx prefetch --if-unreachable' 'mx prefetch --timeout' 'mx prefetch --log-format' 'mx prefetch --progress' 'mx prefetch --config' 'mx peers --cache-dir' 'mx peers --visibility' 'mx peers --discovery' 'mx peers --record-beat' 'mx peers --endpoint-url' 'mx peers --region' 'mx peers --ca-bundle' 'mx peers --hf-token-file' 'mx peers --connect-timeout' 'mx peers --stall-timeout' 'mx peers --retry-for' 'mx peers --timeout' 'mx peers --log-format' 'mx peers --progress' 'mx peers --config' 'mx status --cache-dir' 'mx status --visibility' 'mx status --ttl' 'mx status --beat' 'mx status --timeout' 'mx status --log-format' 'mx status --progress' 'mx status --config' 'mx config --cache-dir' 'mx config --visibility' 'mx config --endpoint-url' 'mx config --region' 'mx config --ca-bundle' 'mx config --hf-token-file' 'mx config --connect-timeout' 'mx config --stall-timeout' 'mx config --retry-for' 'mx config --max-connections' 'mx config --max-bandwidth' 'mx config --range-size' 'mx config --wait' 'mx config --ttl' 'mx config --beat' 'mx config --node-name' 'mx config --namespace' 'mx config --if-unreachable' 'mx config --timeout' 'mx config --log-format' 'mx config --progress' 'mx config --config' 'mx cache ls --cache-dir' 'mx cache ls --visibility' 'mx cache ls --ttl' 'mx cache ls --beat' 'mx cache ls --node-name' 'mx cache ls --namespace' 'mx cache ls --timeout' 'mx cache ls --log-format' 'mx cache ls --progress' 'mx cache ls --config' 'mx cache du --cache-dir' 'mx cache du --visibility' 'mx cache du --timeout' 'mx cache du --log-format' 'mx cache du --progress' 'mx cache du --config' 'mx cache verify --cache-dir' 'mx cache verify --visibility' 'mx cache verify --timeout' 'mx cache verify --log-format' 'mx cache verify --progress' 'mx cache verify --config' 'mx cache rm --cache-dir' 'mx cache rm --visibility' 'mx cache rm --ttl' 'mx cache rm --beat' 'mx cache rm --node-name' 'mx cache rm --namespace' 'mx cache rm --timeout' 'mx cache rm --log-format' 'mx cache rm --progress' 'mx cache rm --config' 'mx cache gc --keep-last' 'mx cache gc --min-age' 'mx cache gc --cache-dir' 'mx cache gc --visibility' 'mx cache gc --ttl' 'mx cache gc --beat' 'mx cache gc --node-name' 'mx cache gc --namespace' 'mx cache gc --timeout' 'mx cache gc --log-format' 'mx cache gc --progress' 'mx cache gc --config' 'mx cache unpin --cache-dir' 'mx cache unpin --visibility' 'mx cache unpin --timeout' 'mx cache unpin --log-format' 'mx cache unpin --progress' 'mx cache unpin --config'
+                    case 'mx hash --revision' 'mx hash --kind' 'mx hash --diff' 'mx hash --stage' 'mx hash --tp' 'mx hash --pp' 'mx hash --ep' 'mx hash --dp' 'mx hash --rank' 'mx hash --dtype' 'mx hash --quantization' 'mx hash --engine' 'mx hash --engine-version' 'mx hash --set' 'mx hash --scheme' 'mx hash --field' 'mx hash --cache-dir' 'mx hash --visibility' 'mx hash --endpoint-url' 'mx hash --region' 'mx hash --ca-bundle' 'mx hash --hf-token-file' 'mx hash --connect-timeout' 'mx hash --stall-timeout' 'mx hash --retry-for' 'mx hash --timeout' 'mx hash --log-format' 'mx hash --progress' 'mx hash --config' 'mx prefetch --revision' 'mx prefetch --version-id' 'mx prefetch --include' 'mx prefetch --exclude' 'mx prefetch --pin' 'mx prefetch --to' 'mx prefetch --link' 'mx prefetch --result' 'mx prefetch --hf-cache' 'mx prefetch --cache-dir' 'mx prefetch --visibility' 'mx prefetch --endpoint-url' 'mx prefetch --region' 'mx prefetch --ca-bundle' 'mx prefetch --hf-token-file' 'mx prefetch --connect-timeout' 'mx prefetch --stall-timeout' 'mx prefetch --retry-for' 'mx prefetch --max-connections' 'mx prefetch --max-bandwidth' 'mx prefetch --range-size' 'mx prefetch --wait' 'mx prefetch --ttl' 'mx prefetch --beat' 'mx prefetch --node-name' 'mx prefetch --namespace' 'mx prefetch --if-unreachable' 'mx prefetch --timeout' 'mx prefetch --log-format' 'mx prefetch --progress' 'mx prefetch --config' 'mx serve --revision' 'mx serve --device' 'mx serve --listen' 'mx serve --advertise' 'mx serve --max-readers' 'mx serve --drain-timeout' 'mx serve --ready-file' 'mx serve --name' 'mx serve --tls-cert' 'mx serve --tls-key' 'mx serve --cache-dir' 'mx serve --visibility' 'mx serve --endpoint-url' 'mx serve --region' 'mx serve --ca-bundle' 'mx serve --hf-token-file' 'mx serve --connect-timeout' 'mx serve --stall-timeout' 'mx serve --retry-for' 'mx serve --max-connections' 'mx serve --max-bandwidth' 'mx serve --range-size' 'mx serve --wait' 'mx serve --ttl' 'mx serve --beat' 'mx serve --node-name' 'mx serve --namespace' 'mx serve --peer-token-file' 'mx serve --interface' 'mx serve --data-ports' 'mx serve --discovery' 'mx serve --record-beat' 'mx serve --grant-ttl' 'mx serve --timeout' 'mx serve --log-format' 'mx serve --progress' 'mx serve --config' 'mx peers --cache-dir' 'mx peers --visibility' 'mx peers --discovery' 'mx peers --record-beat' 'mx peers --peer-token-file' 'mx peers --endpoint-url' 'mx peers --region' 'mx peers --ca-bundle' 'mx peers --hf-token-file' 'mx peers --connect-timeout' 'mx peers --stall-timeout' 'mx peers --retry-for' 'mx peers --timeout' 'mx peers --log-format' 'mx peers --progress' 'mx peers --config' 'mx status --cache-dir' 'mx status --visibility' 'mx status --ttl' 'mx status --beat' 'mx status --timeout' 'mx status --log-format' 'mx status --progress' 'mx status --config' 'mx config --cache-dir' 'mx config --visibility' 'mx config --endpoint-url' 'mx config --region' 'mx config --ca-bundle' 'mx config --hf-token-file' 'mx config --connect-timeout' 'mx config --stall-timeout' 'mx config --retry-for' 'mx config --max-connections' 'mx config --max-bandwidth' 'mx config --range-size' 'mx config --wait' 'mx config --ttl' 'mx config --beat' 'mx config --node-name' 'mx config --namespace' 'mx config --if-unreachable' 'mx config --timeout' 'mx config --log-format' 'mx config --progress' 'mx config --config' 'mx cache ls --cache-dir' 'mx cache ls --visibility' 'mx cache ls --ttl' 'mx cache ls --beat' 'mx cache ls --node-name' 'mx cache ls --namespace' 'mx cache ls --timeout' 'mx cache ls --log-format' 'mx cache ls --progress' 'mx cache ls --config' 'mx cache du --cache-dir' 'mx cache du --visibility' 'mx cache du --timeout' 'mx cache du --log-format' 'mx cache du --progress' 'mx cache du --config' 'mx cache verify --cache-dir' 'mx cache verify --visibility' 'mx cache verify --timeout' 'mx cache verify --log-format' 'mx cache verify --progress' 'mx cache verify --config' 'mx cache rm --cache-dir' 'mx cache rm --visibility' 'mx cache rm --ttl' 'mx cache rm --beat' 'mx cache rm --node-name' 'mx cache rm --namespace' 'mx cache rm --timeout' 'mx cache rm --log-format' 'mx cache rm --progress' 'mx cache rm --config' 'mx cache gc --keep-last' 'mx cache gc --min-age' 'mx cache gc --cache-dir' 'mx cache gc --visibility' 'mx cache gc --ttl' 'mx cache gc --beat' 'mx cache gc --node-name' 'mx cache gc --namespace' 'mx cache gc --timeout' 'mx cache gc --log-format' 'mx cache gc --progress' 'mx cache gc --config' 'mx cache unpin --cache-dir' 'mx cache unpin --visibility' 'mx cache unpin --timeout' 'mx cache unpin --log-format' 'mx cache unpin --progress' 'mx cache unpin --config'
                         set skip 1
                 end
                 continue
         end
         switch "$command $word"
-            case 'mx hash' 'mx prefetch' 'mx peers' 'mx status' 'mx config' 'mx cache' 'mx cache ls' 'mx cache du' 'mx cache verify' 'mx cache rm' 'mx cache gc' 'mx cache unpin'
+            case 'mx hash' 'mx prefetch' 'mx serve' 'mx peers' 'mx status' 'mx config' 'mx cache' 'mx cache ls' 'mx cache du' 'mx cache verify' 'mx cache rm' 'mx cache gc' 'mx cache unpin'
                 set command "$command $word"
         end
     end
@@ -34,6 +34,7 @@ end
 complete -c mx -f
 complete -c mx -n '__mx_at mx' -a hash -d 'Say which weights are interchangeable: print the models identity'
 complete -c mx -n '__mx_at mx' -a prefetch -d 'Bring a checkpoint into the shared cache, once; print its directory'
+complete -c mx -n '__mx_at mx' -a serve -d 'Offer weights to peers: from disk, host memory or GPU memory'
 complete -c mx -n '__mx_at mx' -a peers -d 'Peers that serve weights: who, where, what, and when it last showed that it lives'
 complete -c mx -n '__mx_at mx' -a status -d 'Downloads in progress on this cache: who leads, how far, how fast, and why a slow one is slow'
 complete -c mx -n '__mx_at mx' -a config -d 'Each setting, its value and where it came from'
@@ -126,10 +127,59 @@ complete -c mx -n '__mx_at mx prefetch' -l quiet -s q -d 'only warnings and erro
 complete -c mx -n '__mx_at mx prefetch' -l verbose -s v -d 'more on stderr; -vv for still more env MX_VERBOSE'
 complete -c mx -n '__mx_at mx prefetch' -l help -d 'Show the help and exit'
 complete -c mx -n '__mx_at mx prefetch' -F
+complete -c mx -n '__mx_at mx serve' -l revision -d 'revision of a URI env MX_REVISION' -x
+complete -c mx -n '__mx_at mx serve' -l device -d 'where the weights are held for readers env MX_DEVICE' -x
+complete -c mx -n '__mx_at mx serve' -l listen -d 'where to listen; port 0 takes a free one env MX_LISTEN' -x
+complete -c mx -n '__mx_at mx serve' -l advertise -d 'the address that others are told env MX_ADVERTISE' -x
+complete -c mx -n '__mx_at mx serve' -l max-readers -d 'readers at once env MX_MAX_READERS' -x
+complete -c mx -n '__mx_at mx serve' -l drain-timeout -d 'time for readers to finish after SIGTERM env MX_DRAIN_TIMEOUT' -x
+complete -c mx -n '__mx_at mx serve' -l ready-file -d 'write the JSON line here too, when ready env MX_READY_FILE' -x
+complete -c mx -n '__mx_at mx serve' -l name -d 'a name in discovery that outlives a restart env MX_NAME' -x
+complete -c mx -n '__mx_at mx serve' -l tls-cert -d 'own certificate (PEM) env MX_TLS_CERT' -x
+complete -c mx -n '__mx_at mx serve' -l tls-key -d 'its key (PEM) env MX_TLS_KEY' -x
+complete -c mx -n '__mx_at mx serve' -l cache-dir -d 'root of the shared cache env MX_CACHE_DIR' -x
+complete -c mx -n '__mx_at mx serve' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65' -x
+complete -c mx -n '__mx_at mx serve' -l endpoint-url -d 'endpoint of an S3- or GCS-compatible store env MX_ENDPOINT_URL' -x
+complete -c mx -n '__mx_at mx serve' -l region -d 'region of the bucket env MX_REGION' -x
+complete -c mx -n '__mx_at mx serve' -l anon -d 'send no credentials env MX_ANON'
+complete -c mx -n '__mx_at mx serve' -l requester-pays -d 'accept the requesters charges env MX_REQUESTER_PAYS'
+complete -c mx -n '__mx_at mx serve' -l ca-bundle -d 'file of CA certificates to trust env MX_CA_BUNDLE' -x
+complete -c mx -n '__mx_at mx serve' -l insecure -d 'do not verify TLS certificates env MX_INSECURE'
+complete -c mx -n '__mx_at mx serve' -l hf-token-file -d 'file with the Hugging Face token env MX_HF_TOKEN_FILE' -x
+complete -c mx -n '__mx_at mx serve' -l offline -d 'use the cache only, open no connection env MX_OFFLINE'
+complete -c mx -n '__mx_at mx serve' -l connect-timeout -d 'seconds to open a connection env MX_CONNECT_TIMEOUT; default 10' -x
+complete -c mx -n '__mx_at mx serve' -l stall-timeout -d 'no byte for this long is a failure env MX_STALL_TIMEOUT; default 60' -x
+complete -c mx -n '__mx_at mx serve' -l retry-for -d 'how long to retry an origin without progress env MX_RETRY_FOR; default 600' -x
+complete -c mx -n '__mx_at mx serve' -l max-connections -d 'connections to an origin at most env MX_MAX_CONNECTIONS; default 32' -x
+complete -c mx -n '__mx_at mx serve' -l max-bandwidth -d 'bytes a second at most env MX_MAX_BANDWIDTH' -x
+complete -c mx -n '__mx_at mx serve' -l range-size -d 'bytes of one request env MX_RANGE_SIZE; default 16777216' -x
+complete -c mx -n '__mx_at mx serve' -l wait -d 'limit for waiting on another downloader env MX_WAIT' -x
+complete -c mx -n '__mx_at mx serve' -l ttl -d 'a leader that shows no progress for this long is replaced env MX_TTL; default 20' -x
+complete -c mx -n '__mx_at mx serve' -l beat -d 'seconds between two signs of life of a leader env MX_BEAT; default 2' -x
+complete -c mx -n '__mx_at mx serve' -l node-name -d 'this nodes name, shown to others env MX_NODE_NAME' -x
+complete -c mx -n '__mx_at mx serve' -l namespace -d 'this pods namespace, shown to others env MX_NAMESPACE' -x
+complete -c mx -n '__mx_at mx serve' -l peer-token-file -d 'file of secrets that peers share, one a line; the first is offered env MX_PEER_TOKEN_FILE' -x
+complete -c mx -n '__mx_at mx serve' -l interface -d 'network interfaces of the data path, comma-separated env MX_INTERFACE' -x
+complete -c mx -n '__mx_at mx serve' -l data-ports -d 'ports of the NIXL data path: FIRST-LAST env MX_DATA_PORTS' -x
+complete -c mx -n '__mx_at mx serve' -l discovery -d 'where peers are found: dir:PATH, static:HOST:PORT,... or dns:NAME:PORT env MX_DISCOVERY' -x
+complete -c mx -n '__mx_at mx serve' -l record-beat -d 'seconds between two signs of life of a peers record env MX_RECORD_BEAT; default 15' -x
+complete -c mx -n '__mx_at mx serve' -l grant-ttl -d 'a reader that is silent for this long loses its grant env MX_GRANT_TTL; default 30' -x
+complete -c mx -n '__mx_at mx serve' -l timeout -d 'limit for the whole command env MX_TIMEOUT' -x
+complete -c mx -n '__mx_at mx serve' -l log-format -d 'format of stderr env MX_LOG_FORMAT; default text' -x -a 'text json'
+complete -c mx -n '__mx_at mx serve' -l progress -d 'how progress is shown env MX_PROGRESS; default auto' -x -a 'auto bar plain none'
+complete -c mx -n '__mx_at mx serve' -l strict -d 'exit 3 when there were warnings env MX_STRICT'
+complete -c mx -n '__mx_at mx serve' -l config -d 'TOML file of settings env MX_CONFIG' -x
+complete -c mx -n '__mx_at mx serve' -l json -d 'one JSON document on stdout, errors too env MX_JSON'
+complete -c mx -n '__mx_at mx serve' -l quiet -s q -d 'only warnings and errors on stderr env MX_QUIET'
+complete -c mx -n '__mx_at mx serve' -l verbose -s v -d 'more on stderr; -vv for still more env MX_VERBOSE'
+complete -c mx -n '__mx_at mx serve' -l help -d 'Show the help and exit'
+complete -c mx -n '__mx_at mx serve' -F
+complete -c mx -n '__mx_at mx peers' -l probe -d 'ask each peer whether it is there, and what it holds env MX_PROBE'
 complete -c mx -n '__mx_at mx peers' -l cache-dir -d 'root of the shared cache env MX_CACHE_DIR' -x
 complete -c mx -n '__mx_at mx peers' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65' -x
 complete -c mx -n '__mx_at mx peers' -l discovery -d 'where peers are found: dir:PATH, static:HOST:PORT,... or dns:NAME:PORT env MX_DISCOVERY' -x
 complete -c mx -n '__mx_at mx peers' -l record-beat -d 'seconds between two signs of life of a peers record env MX_RECORD_BEAT; default 15' -x
+complete -c mx -n '__mx_at mx peers' -l peer-token-file -d 'file of secrets that peers share, one a line; the first is offered env MX_PEER_TOKEN_FILE' -x
 complete -c mx -n '__mx_at mx peers' -l endpoint-url -d 'endpoint of an S3- or GCS-compatible store env MX_ENDPOINT_URL' -x
 complete -c mx -n '__mx_at mx peers' -l region -d 'region of the bucket env MX_REGION' -x
 complete -c mx -n '__mx_at mx peers' -l anon -d 'send no credentials env MX_ANON'

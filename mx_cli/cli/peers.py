@@ -15,27 +15,33 @@ if TYPE_CHECKING:
     from mx_cli.flows.peers import Peer
 
 HEADS = ("PEER", "ADDRESS", "AGE", "DEVICE", "SIZE", "READERS", "STATE", "IDENTITIES")
-LONGEST = 100
+LONGEST = 200
 
 
-@command(CACHE, PEERS, ORIGIN)
+@command(CACHE, PEERS, ("peer_token_file",), ORIGIN)
 def peers(
     session: Session,
     identity: Annotated[
         Optional[str],  # noqa: UP045 - typer reads the object
         typer.Argument(metavar="IDENTITY", help="identity, URI or directory: only who serves these weights"),
     ] = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="ask each peer whether it is there, and what it holds")
+    ] = False,
 ) -> None:
-    """Peers that serve weights: who, where, what, and when it last showed that it lives. Asks none of them."""
+    """Peers that serve weights: who, where, what, and when it last showed that it lives."""
     from mx_cli.base.events import Notice
     from mx_cli.flows.peers import find_peers
 
-    found = find_peers(session.context(), identity)
+    found = find_peers(session.context(), identity, probe=probe)
     session.emit(Notice(f"peers of {found.directory}"))
     if found.reason:
         session.emit(Notice(found.reason))
     shown = [peer for peer in found.peers if peer.matches or identity is None]
-    lines = [table(HEADS, [_row(peer) for peer in shown], right=frozenset({"AGE", "SIZE"}))]
+    head, *rows = table(HEADS, [_row(peer) for peer in shown], right=frozenset({"AGE", "SIZE"})).split("\n")
+    lines = [head]
+    for row, peer in zip(rows, shown, strict=True):
+        lines += [row, f"  why: {_plain(peer.fault)}"] if peer.fault else [row]
     for peer in found.peers:
         if peer not in shown:
             lines.append(f"other: {_name(peer)} at {_plain(peer.record.address)}: {_plain(peer.differs)}")
@@ -46,7 +52,7 @@ def peers(
         "peers": [_document(peer) for peer in found.peers],
         "reason": found.reason,
     }
-    living = sum(not peer.sighting.stale for peer in shown)
+    living = sum(not peer.sighting.stale if peer.answers is None else peer.answers for peer in shown)
     session.answer("\n".join(lines), document, final=units.count(living, "peer"))
 
 
@@ -62,9 +68,15 @@ def _row(peer: Peer) -> tuple[str, ...]:
         _plain(record.device) or "-",
         units.size(record.size) if known else "-",
         f"{record.readers}/{record.slots}" if known else "-",
-        f"stale ({_plain(record.state)})" if sighting.stale else _plain(record.state),
+        _state(peer),
         " ".join(_plain(short(identity)) for identity in record.identities) or "-",
     )
+
+
+def _state(peer: Peer) -> str:
+    if peer.answers is not None:
+        return _plain(peer.record.state) if peer.answers else "no answer"
+    return f"stale ({_plain(peer.record.state)})" if peer.sighting.stale else _plain(peer.record.state)
 
 
 def _name(peer: Peer) -> str:
@@ -86,4 +98,6 @@ def _document(peer: Peer) -> dict[str, Any]:
         "stale": peer.sighting.stale,
         "matches": peer.matches or None,
         "differs": peer.differs,
+        "answers": peer.answers,
+        "fault": peer.fault,
     }

@@ -278,14 +278,16 @@ class FileDirectory:
 def _is_predecessor(kept: _Kept, record: Record) -> bool:
     """Whether the record is left from an earlier process of the same host, which has ended.
 
-    Pids can only be compared within one boot and namespace. Beyond, the same pid is a container that was started again.
+    Pids can only be compared within one boot and namespace. Beyond, the same pid at the same address is a container that
+    was started again; a neighbour has an address of its own.
     """
     boot, namespace, start = kept.process
     if kept.record.host != record.host:
         return False
     if boot and namespace and (boot, namespace) == (boot_id(), pid_namespace()):
         return bool(kept.record.pid and start) and is_gone(kept.record.pid, start)
-    return kept.record.pid == record.pid
+    hosts = {one.address.rpartition(":")[0] for one in (kept.record, record)}
+    return kept.record.pid == record.pid and len(hosts) == 1
 
 
 def _give_name(temporary: Path, path: Path, *, exclusive: bool) -> bool:

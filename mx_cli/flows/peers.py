@@ -1,11 +1,12 @@
-"""`mx peers`: who serves what, as far as the directory knows."""
+"""`mx peers`: who serves what, as far as the directory knows, or as the peers themselves say."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
-from mx_cli.base.errors import UsageError
+from mx_cli.base.errors import MxError, UsageError
 from mx_cli.discovery.registry import open_directory
 from mx_cli.flows.context import Context
 from mx_cli.flows.hash import CHECKPOINT
@@ -15,17 +16,24 @@ from mx_cli.model.record import Record, Sighting
 
 SHORT = 8
 REVISION = 12
+PROBES = 32
+PROBE_TIMEOUT = 3.0
+TOLD = ("generation", "version", "state", "identities", "uri", "revision", "size", "readers", "slots", "device", "host")
+"""What a peer tells of itself that its record has too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
     """A record. `matches`: the strongest kind of identity that is the wanted one, empty when none is or none is wanted;
-    `differs` says what is another, where one is wanted.
+    `differs` says what is another, where one is wanted. `answers`: whether the peer was there when it was asked, None
+    when it was not asked; `fault` says what is wrong with its answer.
     """
 
     sighting: Sighting
     matches: str = ""
     differs: str = ""
+    answers: bool | None = None
+    fault: str = ""
 
     @property
     def record(self) -> Record:
@@ -45,8 +53,10 @@ class Peers:
     reason: str
 
 
-def find_peers(context: Context, wanted: str | None) -> Peers:
-    """All records, the stale too, compared with `wanted`: an identity, a URI, or a directory. Asks no peer.
+def find_peers(context: Context, wanted: str | None, *, probe: bool = False) -> Peers:
+    """All records, the stale too, compared with `wanted`: an identity, a URI, or a directory.
+
+    `probe`: ask each peer, and believe it rather than its record; else no peer is asked.
 
     Blocks: a URI is resolved at its origin, a directory's weights are read unless their digests are known. Raises
     UsageError, what `hash_anything` raises, and FilesystemRefused or Unreachable for a directory that cannot be read.
@@ -55,7 +65,11 @@ def find_peers(context: Context, wanted: str | None) -> Peers:
     root = context.cache().root
     directory = open_directory(settings.discovery, root, settings.record_beat, settings.connect_timeout)
     ids, origin = _wanted(context, wanted) if wanted is not None else ({}, None)
-    peers = [_compare(sighting, ids, origin) for sighting in directory.sightings(context.stop)]
+    found = [Peer(sighting) for sighting in directory.sightings(context.stop)]
+    if probe and found:
+        with ThreadPoolExecutor(min(PROBES, len(found))) as threads:
+            found = list(threads.map(lambda peer: _ask(context, peer), found))
+    peers = [_compare(peer, ids, origin) for peer in found]
     peers.sort(key=lambda peer: (not peer.matches, peer.sighting.stale, peer.record.name))
     return Peers(str(directory), tuple(ids.values()), tuple(peers), directory.reason())
 
@@ -85,13 +99,34 @@ def _wanted(context: Context, wanted: str) -> tuple[dict[str, str], Identity | N
     return ids, origin
 
 
-def _compare(sighting: Sighting, wanted: Mapping[str, str], origin: Identity | None) -> Peer:
-    record = sighting.record
-    offered = _by_kind(record.identities)
+def _ask(context: Context, peer: Peer) -> Peer:
+    # TLS is loaded only where somebody is asked.
+    from mx_cli.flows.trust import offered
+    from mx_cli.transport.session import dial
+
+    record = peer.record
+    patience = min(PROBE_TIMEOUT, context.settings.connect_timeout)
+    try:
+        session = dial(record.address, offered(context, record.address), patience, patience)
+        try:
+            told = session.source()
+        finally:
+            session.close()
+        fields = {name: told[name] for name in TOLD if name in told}
+        living = Record.from_json({**record.to_json(), **fields}, record.address)
+    except MxError as error:
+        return replace(peer, answers=False, fault=error.what)
+    if record.generation and living.generation != record.generation:
+        fault = f"the record is of an earlier life ({record.generation}; {living.generation} answers there)"
+        return replace(peer, answers=False, fault=fault)
+    return replace(peer, sighting=replace(peer.sighting, record=living), answers=True)
+
+
+def _compare(peer: Peer, wanted: Mapping[str, str], origin: Identity | None) -> Peer:
+    offered = _by_kind(peer.record.identities)
     equal = next((kind for kind in KINDS if kind in wanted and wanted[kind] == offered.get(kind)), "")
-    if equal or not wanted:
-        return Peer(sighting, equal)
-    return Peer(sighting, "", _difference(record, offered, wanted, origin))
+    differs = "" if equal or not wanted else _difference(peer.record, offered, wanted, origin)
+    return replace(peer, matches=equal, differs=differs)
 
 
 def _by_kind(identities: Sequence[str]) -> dict[str, str]:

@@ -60,7 +60,7 @@ def test_x05_help_is_light(mx: Mx, arguments: list[str]) -> None:
     assert heavy(modules, HEAVY) == set()
 
 
-@pytest.mark.parametrize("arguments", [["config"], ["status"], ["cache", "ls"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [["config"], ["status"], ["peers"], ["cache", "ls"]], ids=" ".join)
 def test_x05_looking_is_light(mx: Mx, arguments: list[str]) -> None:
     unloved = set(HEAVY) - {"xxhash"}
     assert heavy(loaded(mx, *arguments), unloved) == set()

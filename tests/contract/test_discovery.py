@@ -511,10 +511,11 @@ def test_what_a_killed_writer_left(tmp_path: Path) -> None:
 
 
 def test_a_container_that_was_started_again(tmp_path: Path) -> None:
-    """Its pid is the same and its namespace another; a neighbour with another pid may live."""
+    """Pid and address are the same, the namespace another; a neighbour, whose pid or address differs, may live."""
     directory = FileDirectory(tmp_path, BEAT)
-    for pid, replaced in ((os.getpid(), True), (os.getpid() + 1, False)):
-        directory.publish(peer(generation="mx-first", pid=pid))
+    own, other = "10.0.0.1:8001", "10.0.0.2:8000"
+    for pid, address, replaced in ((0, own, True), (1, own, False), (0, other, False)):
+        directory.publish(replace(peer(generation="mx-first", pid=os.getpid() + pid), address=address))
         path = tmp_path / file_name("web")
         document = json.loads(path.read_bytes())
         document["process"]["pid_namespace"] += 1

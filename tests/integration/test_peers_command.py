@@ -162,3 +162,32 @@ def test_what_it_lists_is_what_peers_find(mx: Mx) -> None:
     directory = publish(mx, peer("web", CONTENT))
     (row,) = mx("peers", "--json").ok().json()["peers"]
     assert Record.from_json(row, "stdout") == directory.records(Stop())[0]
+
+
+def test_v03_each_is_asked(mx: Mx, tmp_path: Path) -> None:
+    """A peer is believed rather than its record; a record of an earlier life and one of nobody are named."""
+    model = make_checkpoint(tmp_path / "model", shards=1, size=50_000)
+    content = mx("hash", model).ok().out.strip()
+    secret = tmp_path / "secret"
+    secret.write_text("five words that nobody knows\n")
+    env = {"MX_PEER_TOKEN_FILE": secret}
+    serving = mx.start("serve", model, "--name", "web", env=env)
+    told = json.loads(serving.wait_out(r"^\{.*\}$", 60)[0])
+    address, generation = told["address"], told["generation"]
+    earlier = replace(peer("earlier", CONTENT), address=address)
+    nobody = replace(peer("nobody", content), address="127.0.0.1:1")
+    publish(mx, earlier, nobody)
+    rows = {row["name"]: row for row in mx("peers", content, "--probe", "--json", env=env).ok().json()["peers"]}
+    assert (rows["web"]["answers"], rows["web"]["matches"], rows["web"]["state"]) == (True, "content", "serving")
+    assert rows["earlier"]["answers"] is False
+    assert f"{generation} answers there" in rows["earlier"]["fault"]
+    assert rows["nobody"]["answers"] is False
+    assert "127.0.0.1:1" in rows["nobody"]["fault"]
+    (row,) = mx("peers", "--probe", "--json", "--discovery", f"static:{address}", env=env).ok().json()["peers"]
+    assert (row["generation"], row["state"], row["identities"][0]) == (generation, "serving", content)
+    stranger = tmp_path / "stranger"
+    stranger.write_text("guessed\n")
+    lines = mx("peers", content, "--probe", env={"MX_PEER_TOKEN_FILE": stranger}).ok().out.splitlines()
+    assert sum("no answer" in line for line in lines) == 2
+    assert sum(line.startswith("  why: ") for line in lines) == 2
+    assert mx("peers", "--json", env=env).ok().json()["peers"][0]["answers"] is None
