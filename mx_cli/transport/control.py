@@ -186,8 +186,9 @@ class Control:
 
     def _session(self, request: Request) -> Response:
         body = _body(request)
+        nonce, server_nonce, offered = _nonce(body), _hex(body, "server_nonce"), _hex(body, "proof")
         try:
-            proof, token = self._handshake.prove(_nonce(body), _hex(body, "server_nonce"), _hex(body, "proof"))
+            proof, token = self._handshake.prove(nonce, server_nonce, offered)
         except AccessDenied:
             with self._lock:
                 self._refused += 1
