@@ -59,7 +59,7 @@ class Agent:
 
     `name` is unique per life of the process: NIXL refuses a restarted peer of the same name. `gpu`: GPU memory takes part at
     either end; such reads fail rather than fall back to a copy by software. `trace`: UCX's log goes to memory, so that
-    `probe` can name the path and errors their cause; whether it does is decided by the first agent of a process.
+    `probe` can name the path and errors their cause; the first agent of a process decides that for all.
 
     NIXL is loaded and the network opened by the first call that needs them (up to 0.5 s): MissingCapability when NIXL
     is not here, TransportFailed when UCX finds no network, UsageError for a wrong `network`.
@@ -276,14 +276,10 @@ class Read:
 
 @dataclass(frozen=True)
 class Probe:
-    """A READ that worked. `copied`: it was over when it had been posted, so the kernel copied it, within this host.
-
-    `path`: see `Agent.path`.
-    """
+    """A READ that worked. `path`: see `Agent.path`."""
 
     seconds: float
     bytes_per_second: float
-    copied: bool
     path: str
 
 
@@ -307,7 +303,6 @@ def probe(
         read = agent.read(name, local, remote, devices)
         started = time.perf_counter()
         read.post()
-        copied = read._landed
         while not read.done():
             if time.monotonic() > end:
                 raise TransportFailed(f"{read.what}: no byte within {deadline:g} s")
@@ -315,7 +310,7 @@ def probe(
         seconds = time.perf_counter() - started
         read.release()
     size = int(local[:, 1].sum())
-    return Probe(seconds, size / seconds, copied, agent.path(size))
+    return Probe(seconds, size / seconds, agent.path(size))
 
 
 def leave() -> None:

@@ -1,0 +1,593 @@
+"""What transport/nixl.py promises, and the habits of NIXL that it absorbs.
+
+A habit that is gone ends its test as `mended by a newer NIXL`: then the cure can go, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mx_cli.base.errors import MissingCapability, TransportFailed, UsageError
+from mx_cli.transport import nixl, nixl_env
+from mx_cli.transport.nixl import Agent, Network
+from tests.rig import capabilities
+from tests.rig.nixl_source import MIB, Source, source
+from tests.support import ROOT, capability
+
+pytestmark = capability("nixl")
+
+TCP = Network(tcp_only=True)
+DEADLINE = 30.0
+numbers = itertools.count(1)
+
+
+def mended(habit: str) -> None:
+    pytest.xfail(f"mended by a newer NIXL: {habit}")
+
+
+def fresh(role: str) -> str:
+    return f"{role}-{os.getpid()}-{next(numbers)}"
+
+
+class Target:
+    """An agent with a buffer of its own, all zeros."""
+
+    def __init__(self, network: Network, size: int) -> None:
+        import numpy as np
+
+        self.agent = Agent(fresh("target"), network)
+        self.memory = np.zeros(size, np.uint8)
+        self.address = self.memory.ctypes.data
+        self.agent.register([(self.address, size, -1)])
+
+    def connect(self, peer: Source) -> None:
+        self.agent.connect(peer.blob, peer.name, peer.digest)
+
+    def read(self, peer: Source, size: int | None = None, at: int = 0) -> nixl.Read:
+        size = peer.size if size is None else size
+        return self.agent.read(
+            peer.name, nixl.rows([self.address + at], [size]), nixl.rows([peer.address + at], [size])
+        )
+
+    def bring(self, peer: Source) -> None:
+        finish(self.read(peer))
+
+
+def finish(read: nixl.Read) -> None:
+    end = time.monotonic() + DEADLINE
+    read.post()
+    while not read.done():
+        assert time.monotonic() < end, read.what
+        time.sleep(0.0005)
+    read.release()
+
+
+def until(happens: Callable[[], bool]) -> bool:
+    end = time.monotonic() + DEADLINE
+    while not happens() and time.monotonic() < end:
+        time.sleep(0.005)
+    return happens()
+
+
+@pytest.fixture
+def target() -> Iterator[Callable[..., Target]]:
+    made: list[Target] = []
+
+    def make(network: Network = TCP, size: int = 4 * MIB) -> Target:
+        made.append(Target(network, size))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.agent.destroy()
+
+
+def python(code: str, env: dict[str, str] | None = None, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs a program in a process of its own; UCX finds what the test gives and nothing else."""
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("UCX_", "NIXL_"))}
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *arguments],
+        env=clean | (env or {}),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+RAW = """
+    import sys, time
+    sys.path.insert(0, {root!r})
+    import nixl_cu12._api as api
+    agent = api.nixl_agent("raw", api.nixl_agent_config(backends=[]))
+    agent.create_backend("UCX", {{}})
+"""
+OURS = """
+    import sys, time
+    sys.path.insert(0, {root!r})
+    from mx_cli.transport.nixl import Agent
+    agent = Agent("ours")
+    agent.blob()
+"""
+RAW, OURS = RAW.format(root=str(ROOT)), OURS.format(root=str(ROOT))
+
+
+# --- the process ---------------------------------------------------------------------------------------------------
+
+
+def test_a_process_that_used_nixl_ends_with_its_own_code() -> None:
+    assert python(OURS).returncode == 0
+    ended = python(OURS + "    from mx_cli.cli.session import finish\n    finish(5)")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (5, "", "")
+    if python(RAW).returncode == 0:
+        mended("a process with a UCX backend crashes at its end")
+
+
+@capability("torch")
+def test_torch_is_not_imported_for_nixl() -> None:
+    code = "    print('torch' in sys.modules)\n"
+    assert python(OURS + code).stdout == "False\n"
+    if python("import sys, nixl\nprint('torch' in sys.modules)").stdout == "False\n":
+        mended("importing nixl imports torch")
+
+
+def test_the_progress_thread_sleeps() -> None:
+    """CPU seconds of a second in which nothing happens."""
+    idle = (
+        "    began = time.process_time()\n    time.sleep(1)\n    print(time.process_time() - began, file=sys.stderr)\n"
+    )
+    ours, raw = (float(python(program + idle).stderr.split()[-1]) for program in (OURS, RAW))
+    assert ours < 0.3
+    if raw < 2 * ours:
+        mended("the progress thread spins")
+
+
+def test_others_in_the_process_keep_their_settings() -> None:
+    """Neither the environment nor NIXL's own class is changed for them."""
+    code = """
+    import os
+    from mx_cli.transport import nixl_env
+    print({name for name in os.environ if name.startswith(("UCX_", "NIXL_"))})
+    print(type(nixl_env.load().nixlBind).__name__)
+    """
+    assert python(OURS + code).stdout == "set()\nmodule\n"
+
+
+def test_without_the_package() -> None:
+    code = f"""
+    import sys
+    sys.path.insert(0, {str(ROOT)!r})
+    sys.modules.update(dict.fromkeys(("nixl_cu12", "nixl_cu13")))
+    from mx_cli.base.errors import MissingCapability
+    from mx_cli.transport.nixl import Agent, missing, ucx_version
+    print(missing(), repr(ucx_version()))
+    try:
+        Agent("a").blob()
+    except MissingCapability as error:
+        print(error.what, error.hint)
+    """
+    assert python(code).stdout.splitlines() == [
+        "the package nixl is not installed ''",
+        "NIXL cannot be used: the package nixl is not installed pip install 'mx-cli[peer]'",
+    ]
+
+
+def test_versions() -> None:
+    assert nixl.missing() == ""
+    assert re.fullmatch(r"\d+\.\d+\.\d+", nixl.ucx_version())
+    assert re.match(r"\d+\.\d+", nixl.version())
+
+
+# --- the network ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("network", "said"),
+    [
+        (Network(interface="nope0"), "--interface nope0: no such network interface"),
+        (Network(interface=""), "--interface : no such network interface"),
+        (Network(data_ports="20000"), "--data-ports 20000: expected FIRST-LAST"),
+        (Network(data_ports="20010-20000"), "--data-ports 20010-20000"),
+        (Network(data_ports="0-5"), "--data-ports 0-5"),
+        (Network(data_ports="1-65536"), "--data-ports 1-65536"),
+    ],
+)
+def test_a_wrong_network_is_named(network: Network, said: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(said)):
+        Agent("a", network)
+
+
+@pytest.mark.parametrize("value", ["posix,cma", "cma", "^tcp"])
+def test_transports_without_tcp_are_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", value)
+    with pytest.raises(UsageError, match="UCX_TLS"):
+        Agent("a")
+
+
+@pytest.mark.parametrize("value", ["tcp", "tcp,cma", "all", "^posix"])
+def test_transports_with_tcp_are_used(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", value)
+    agent = Agent(fresh("a"))
+    assert agent.blob()
+    agent.destroy()
+
+
+def test_the_users_own_variables_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+    with nixl_env.environment({"UCX_NET_DEVICES": "eth7", "UCX_TLS": "tcp"}):
+        assert (os.environ["UCX_NET_DEVICES"], os.environ["UCX_TLS"]) == ("lo", "tcp")
+    assert (os.environ["UCX_NET_DEVICES"], "UCX_TLS" in os.environ) == ("lo", False)
+
+
+def test_what_is_missing_of_several_interfaces_is_left_out() -> None:
+    assert Network(interface="nope0, lo").variables() == {"UCX_NET_DEVICES": "lo"}
+
+
+def test_no_usable_network_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_NET_DEVICES", "nope0")
+    with pytest.raises(TransportFailed, match="UCX cannot be started"):
+        Agent("a").blob()
+
+
+def sockets(pid: int) -> list[tuple[str, int, str, int, bool]]:
+    """(own address, own port, other address, other port, whether it listens) of a process's IPv4 TCP sockets."""
+    own = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        own |= set(re.findall(r"socket:\[(\d+)\]", os.readlink(entry)))
+    found = []
+    for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[9] in own:
+            here, there = (part.split(":") for part in fields[1:3])
+            listens = fields[3] == "0A"
+            found.append((address(here[0]), int(here[1], 16), address(there[0]), int(there[1], 16), listens))
+    return found
+
+
+def address(word: str) -> str:
+    return ".".join(str(byte) for byte in reversed(bytes.fromhex(word)))
+
+
+def test_the_source_listens_where_it_should_and_connects_to_nobody(target: Callable[..., Target]) -> None:
+    network = {"loopback": True, "data_ports": "28000-28999", "interface": "nope0"}
+    with source(fresh("source"), network=network) as peer:
+        one = target()
+        one.connect(peer)
+        one.bring(peer)
+        found = sockets(peer.pid)
+        listening = {port for _, port, _, _, listens in found if listens}
+        assert listening
+        assert {place for place, _, _, _, listens in found if listens} == {"127.0.0.1"}
+        assert all(28000 <= port <= 28999 for port in listening)
+        # UCX also connects to itself.
+        assert {port for _, port, _, other, listens in found if not listens and other not in listening} <= listening
+
+
+# --- reading -------------------------------------------------------------------------------------------------------
+
+
+PROBE = """
+    import json, sys
+    sys.path.insert(0, {root!r})
+    import numpy as np
+    from mx_cli.base.errors import TransportFailed
+    from mx_cli.transport import nixl
+    network, name, blob, digest, address, size = json.loads(sys.argv[1])
+    agent = nixl.Agent("probe", nixl.Network(**network), trace=True)
+    memory = np.zeros(size, np.uint8)
+    agent.register([(memory.ctypes.data, size, -1)])
+    agent.connect(bytes.fromhex(blob), name, digest)
+    try:
+        rows = [nixl.rows([place], [size]) for place in (memory.ctypes.data, address)]
+        found = nixl.probe(agent, name, rows[0], rows[1], deadline=30)
+        print(found.path, found.bytes_per_second > 0, memory.min(), memory.max())
+    except TransportFailed as error:
+        print(error.what)
+"""
+
+
+def probed(peer: Source, network: dict[str, Any], env: dict[str, str] | None = None) -> str:
+    wish = json.dumps([network, peer.name, peer.blob.hex(), peer.digest, peer.address, peer.size])
+    ended = python(PROBE.format(root=str(ROOT)), env, wish)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    return ended.stdout.strip()
+
+
+def test_a_probe_names_the_path() -> None:
+    with source(fresh("source"), network={"loopback": True}) as peer:
+        assert probed(peer, {}) == "cma/memory True 7 7"
+        assert probed(peer, {"tcp_only": True}) == "tcp/lo (software emulation) True 7 7"
+
+
+def test_an_error_has_ucxs_own_words() -> None:
+    """The silent emulation as an error: what agents for GPU memory rely on."""
+    assert nixl_env.variables(Network(), gpu=True)["UCX_PROTO_EMULATION_ENABLE"] == "n"
+    with source(fresh("source")) as peer:
+        said = probed(peer, {"tcp_only": True}, {"UCX_PROTO_EMULATION_ENABLE": "n"})
+        assert re.match(r"reading from .*: nixlRemoteDisconnectError.*No zero-copy protocol found for get", said)
+
+
+@pytest.mark.parametrize("network", [TCP, Network()])
+def test_bytes_arrive(target: Callable[..., Target], network: Network) -> None:
+    with source(fresh("source"), fill=0x5A, size=9 * MIB) as peer:
+        one = target(network, 9 * MIB)
+        one.connect(peer)
+        one.bring(peer)
+        assert (one.memory == 0x5A).all()
+        one.agent.destroy()
+        assert peer.end() == 0
+
+
+def test_only_the_rows_are_written(target: Callable[..., Target]) -> None:
+    with source(fresh("source")) as peer:
+        one = target()
+        one.connect(peer)
+        places, lengths = [5, 1000, 2 * MIB], [7, 4096, MIB - 1]
+        rows = [nixl.rows([base + place for place in places], lengths) for base in (one.address, peer.address)]
+        finish(one.agent.read(peer.name, rows[0], rows[1]))
+        expected = one.memory * 0
+        for place, length in zip(places, lengths, strict=True):
+            expected[place : place + length] = 7
+        assert (one.memory == expected).all()
+
+
+def test_neighbours_become_one_operation(target: Callable[..., Target], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NIXL_TELEMETRY_ENABLE", "y")
+    with source(fresh("source")) as peer:
+        one = target()
+        one.connect(peer)
+
+        def operations(step: int) -> int:
+            places = [number * step for number in range(64)]
+            rows = [nixl.rows([base + place for place in places], [4096] * 64) for base in (one.address, peer.address)]
+            read = one.agent.read(peer.name, rows[0], rows[1])
+            read.post()
+            assert until(read.done)
+            count = int(one.agent._nixl.get_xfer_telemetry(read._handle).descCount)
+            read.release()
+            return count
+
+        assert operations(4096) == 1
+        assert operations(8192) == 64
+
+
+def test_threads_share_an_agent_and_it_can_be_destroyed_under_them(target: Callable[..., Target]) -> None:
+    """Reads of several threads are right; destroying the agent ends them with an error and harms nothing."""
+    with source(fresh("source"), size=32 * MIB) as peer:
+        one = target(Network(), 32 * MIB)
+        one.connect(peer)
+        started, ended = threading.Barrier(5), []
+
+        def work(first: int) -> None:
+            try:
+                for at in range(first * MIB, peer.size, 4 * MIB):
+                    finish(one.read(peer, MIB, at))
+                started.wait(DEADLINE)
+                while True:
+                    finish(one.read(peer, MIB, first * MIB))
+            except TransportFailed as error:
+                ended.append(error.what)
+
+        threads = [threading.Thread(target=work, args=[first]) for first in range(4)]
+        for thread in threads:
+            thread.start()
+        started.wait(DEADLINE)
+        assert (one.memory == 7).all()
+        one.agent.destroy()
+        for thread in threads:
+            thread.join(DEADLINE)
+        assert len(ended) == 4
+        assert all("was destroyed" in what for what in ended)
+
+
+def test_what_was_not_registered_is_refused(target: Callable[..., Target]) -> None:
+    with source(fresh("source")) as peer:
+        one = target()
+        with pytest.raises(TransportFailed, match=peer.name):
+            one.read(peer)
+        one.connect(peer)
+        for own, theirs in ((one.address, peer.secret), (one.address, peer.address + peer.size), (4096, peer.address)):
+            with pytest.raises(TransportFailed, match="NotFound"):
+                one.agent.read(peer.name, nixl.rows([own], [4096]), nixl.rows([theirs], [4096]))
+        one.bring(peer)
+
+
+# --- failures ------------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_source_is_an_error_and_its_successor_can_be_read(target: Callable[..., Target]) -> None:
+    name = fresh("source")
+    one = target()
+    with source(name) as peer:
+        one.connect(peer)
+        one.bring(peer)
+        peer.kill()
+        with pytest.raises(TransportFailed, match=name):
+            one.bring(peer)
+        with pytest.raises(TransportFailed, match=name):
+            one.connect(peer)
+    with source(name, fill=8) as peer:
+        one.connect(peer)
+        one.bring(peer)
+    assert (one.memory == 8).all()
+
+
+def test_a_restarted_peer_of_the_same_name_is_refused_by_nixl(target: Callable[..., Target]) -> None:
+    name = fresh("source")
+    one = target()
+    with source(name) as old, source(name, fill=8) as new:
+        one.connect(old)
+        one.bring(old)
+        try:
+            one.agent._nixl.add_remote_agent(new.blob)
+            mended("a peer of the same name with other addresses is refused")
+        except one.agent._errors:
+            pass
+        one.connect(new)
+        one.bring(new)
+        assert (one.memory == 8).all()
+
+
+@pytest.mark.parametrize("network", [TCP, Network()])
+def test_a_frozen_source_costs_the_deadline(target: Callable[..., Target], network: Network) -> None:
+    with source(fresh("source")) as peer:
+        one = target(network)
+        peer.freeze()
+        one.connect(peer)
+        rows = [nixl.rows([place], [MIB]) for place in (one.address, peer.address)]
+        with pytest.raises(TransportFailed, match=r"no byte within 0\.3 s"):
+            nixl.probe(one.agent, peer.name, rows[0], rows[1], deadline=0.3)
+        one.agent.destroy()
+
+
+def given_up(one: Target, peer: Source) -> nixl.Read:
+    """A READ of everything from a source that is frozen before anything arrives, zeroed, and released."""
+    finish(one.read(peer, 4096))
+    peer.freeze()
+    read = one.read(peer)
+    read.post()
+    read.release()
+    one.memory[:] = 0
+    return read
+
+
+def test_destroying_the_agent_is_a_barrier(target: Callable[..., Target]) -> None:
+    """The only one: what was released lands all the same."""
+    with source(fresh("source"), size=64 * MIB) as peer:
+        one = target(size=64 * MIB)
+        one.connect(peer)
+        given_up(one, peer)
+        peer.thaw()
+        if not until(lambda: bool(one.memory[-1] == 7)):
+            mended("a READ that was given up lands")
+
+        two, after = target(size=64 * MIB), target(size=64 * MIB)
+        two.connect(peer)
+        given_up(two, peer)
+        two.agent.destroy()
+        two.memory[:] = 0
+        peer.thaw()
+        # The source answers in order: when a later reader has all, nothing of the former is on its way.
+        after.connect(peer)
+        after.bring(peer)
+        assert not two.memory.any()
+
+
+def test_a_destroyed_agent_says_so(target: Callable[..., Target]) -> None:
+    with source(fresh("source")) as peer:
+        one = target()
+        one.connect(peer)
+        read = one.read(peer)
+        one.agent.destroy()
+        one.agent.destroy()
+        for call in (read.post, read.done, one.agent.blob, lambda: one.connect(peer), lambda: one.read(peer)):
+            with pytest.raises(TransportFailed, match="destroyed"):
+                call()
+        read.release()
+        one.agent.disconnect(peer.name)
+
+
+def test_leaving_destroys_all_agents(target: Callable[..., Target]) -> None:
+    agents = [target().agent for _ in range(2)]
+    nixl.leave()
+    for agent in agents:
+        with pytest.raises(TransportFailed, match="destroyed"):
+            agent.blob()
+
+
+# --- blobs ---------------------------------------------------------------------------------------------------------
+
+
+def sha256(blob: bytes) -> str:
+    return hashlib.sha256(blob).hexdigest()
+
+
+def test_a_bad_blob_never_reaches_nixl_which_would_forget_the_peer(target: Callable[..., Target]) -> None:
+    with source(fresh("source")) as peer:
+        one = target()
+        one.connect(peer)
+        cut = peer.blob[:-20]
+        for blob, name, digest, said in (
+            (cut, peer.name, peer.digest, "is damaged"),
+            (b"garbage", peer.name, sha256(b"garbage"), "is not NIXL's"),
+            (peer.blob, "other", peer.digest, "another peer's"),
+            (bytes(nixl.BLOB_LIMIT + 1), peer.name, "", "too large"),
+        ):
+            with pytest.raises(TransportFailed, match=said):
+                one.agent.connect(blob, name, digest)
+        one.bring(peer)
+        with pytest.raises(one.agent._errors):
+            one.agent._nixl.add_remote_agent(cut)
+        if one.agent._nixl.check_remote_metadata(peer.name):
+            mended("a malformed blob makes NIXL forget the peer")
+
+
+def test_a_blob_is_a_capability_for_the_whole_process(target: Callable[..., Target]) -> None:
+    """Why it goes to nobody without a proof: edited, it reads memory that was never registered."""
+    with source(fresh("source"), size=MIB) as peer:
+        one = target(size=MIB)
+        edited = peer.blob.replace(peer.address.to_bytes(8, "little"), peer.secret.to_bytes(8, "little"))
+        assert edited != peer.blob
+        try:
+            one.agent.connect(edited, peer.name, sha256(edited))
+            rows = [nixl.rows([place], [MIB]) for place in (one.address, peer.secret)]
+            finish(one.agent.read(peer.name, rows[0], rows[1]))
+        except TransportFailed:
+            mended("a blob gives access to memory that was not registered")
+        assert (one.memory == 0xEE).all()
+
+
+# --- GPUs ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_agent_for_host_memory_refuses_gpus(target: Callable[..., Target]) -> None:
+    one = target()
+    with pytest.raises(TransportFailed, match="made for host memory only"):
+        one.agent.register([(4096, 4096, 0)])
+    for devices in ((0, -1), (-1, 0)):
+        with pytest.raises(TransportFailed, match="made for host memory only"):
+            one.agent.read("peer", nixl.rows([0], [1]), nixl.rows([0], [1]), devices)
+
+
+@pytest.mark.skipif(capabilities.have("gpu"), reason="missing: no gpu")
+def test_an_agent_for_gpus_needs_one() -> None:
+    with pytest.raises(MissingCapability):
+        Agent(fresh("a"), gpu=True).register([(4096, 4096, 0)])
+
+
+@capability("gpu")
+def test_gpu_memory_is_read() -> None:
+    """Between two agents of one GPU, by the path that UCX finds for device memory; the block is registered as a whole."""
+    import torch
+
+    from mx_cli.transport import cuda
+
+    there = torch.full((8 * MIB,), 7, dtype=torch.uint8, device="cuda:0")
+    here = torch.zeros(8 * MIB, dtype=torch.uint8, device="cuda:0")
+    cuda.refuse_virtual([there, here])
+    source_agent, reader = (Agent(fresh("gpu"), gpu=True) for _ in range(2))
+    for agent, tensor in ((source_agent, there), (reader, here)):
+        block = cuda.allocation_of(tensor.data_ptr())
+        assert block.address <= tensor.data_ptr() <= block.address + block.length - tensor.nbytes
+        agent.register([(block.address, block.length, 0)])
+    blob = source_agent.blob()
+    reader.connect(blob, source_agent.name, sha256(blob))
+    rows = [nixl.rows([tensor.data_ptr()], [tensor.nbytes], 0) for tensor in (here, there)]
+    finish(reader.read(source_agent.name, rows[0], rows[1], (0, 0)))
+    assert bool((here == 7).all())
+    reader.destroy()
+    source_agent.destroy()
