@@ -80,7 +80,7 @@ complete -c mx -n '__mx_at mx hash' -l strict -d 'exit 3 when there were warning
 complete -c mx -n '__mx_at mx hash' -l config -d 'TOML file of settings env MX_CONFIG' -x
 complete -c mx -n '__mx_at mx hash' -l json -d 'one JSON document on stdout, errors too env MX_JSON'
 complete -c mx -n '__mx_at mx hash' -l quiet -s q -d 'only warnings and errors on stderr env MX_QUIET'
-complete -c mx -n '__mx_at mx hash' -l verbose -s v -d 'more on stderr; -vv for still more env MX_VERBOSE'
+complete -c mx -n '__mx_at mx hash' -l verbose -s v -d 'decisions on stderr; -vv each request too env MX_VERBOSE'
 complete -c mx -n '__mx_at mx hash' -l help -d 'Show the help and exit'
 complete -c mx -n '__mx_at mx hash' -F
 complete -c mx -n '__mx_at mx prefetch' -l revision -d 'commit, branch, tag, or a revision that mx printed env MX_REVISION' -x
@@ -124,7 +124,7 @@ complete -c mx -n '__mx_at mx prefetch' -l strict -d 'exit 3 when there were war
 complete -c mx -n '__mx_at mx prefetch' -l config -d 'TOML file of settings env MX_CONFIG' -x
 complete -c mx -n '__mx_at mx prefetch' -l json -d 'one JSON document on stdout, errors too env MX_JSON'
 complete -c mx -n '__mx_at mx prefetch' -l quiet -s q -d 'only warnings and errors on stderr env MX_QUIET'
-complete -c mx -n '__mx_at mx prefetch' -l verbose -s v -d 'more on stderr; -vv for still more env MX_VERBOSE'
+complete -c mx -n '__mx_at mx prefetch' -l verbose -s v -d 'decisions on stderr; -vv each request too env MX_VERBOSE'
 complete -c mx -n '__mx_at mx prefetch' -l help -d 'Show the help and exit'
 complete -c mx -n '__mx_at mx prefetch' -F
 complete -c mx -n '__mx_at mx serve' -l revision -d 'revision of a URI env MX_REVISION' -x
@@ -171,7 +171,7 @@ complete -c mx -n '__mx_at mx serve' -l strict -d 'exit 3 when there were warnin
 complete -c mx -n '__mx_at mx serve' -l config -d 'TOML file of settings env MX_CONFIG' -x
 complete -c mx -n '__mx_at mx serve' -l json -d 'one JSON document on stdout, errors too env MX_JSON'
 complete -c mx -n '__mx_at mx serve' -l quiet -s q -d 'only warnings and errors on stderr env MX_QUIET'
-complete -c mx -n '__mx_at mx serve' -l verbose -s v -d 'more on stderr; -vv for still more env MX_VERBOSE'
+complete -c mx -n '__mx_at mx serve' -l verbose -s v -d 'decisions on stderr; -vv each request too env MX_VERBOSE'
 complete -c mx -n '__mx_at mx serve' -l help -d 'Show the help and exit'
 complete -c mx -n '__mx_at mx serve' -F
 complete -c mx -n '__mx_at mx peers' -l probe -d 'ask each peer whether it is there, and what it holds env MX_PROBE'
@@ -198,7 +198,7 @@ complete -c mx -n '__mx_at mx peers' -l strict -d 'exit 3 when there were warnin
 complete -c mx -n '__mx_at mx peers' -l config -d 'TOML file of settings env MX_CONFIG' -x
 complete -c mx -n '__mx_at mx peers' -l json -d 'one JSON document on stdout, errors too env MX_JSON'
 complete -c mx -n '__mx_at mx peers' -l quiet -s q -d 'only warnings and errors on stderr env MX_QUIET'
-complete -c mx -n '__mx_at mx peers' -l verbose -s v -d 'more on stderr; -vv for still more env MX_VERBOSE'
+complete -c mx -n '__mx_at mx peers' -l verbose -s v -d 'decisions on stderr; -vv each request too env MX_VERBOSE'
 complete -c mx -n '__mx_at mx peers' -l help -d 'Show the help and exit'
 complete -c mx -n '__mx_at mx peers' -F
 complete -c mx -n '__mx_at mx status' -l cache-dir -d 'root of the shared cache env MX_CACHE_DIR' -x
@@ -212,7 +212,7 @@ complete -c mx -n '__mx_at mx status' -l strict -d 'exit 3 when there were warni
 complete -c mx -n '__mx_at mx status' -l config -d 'TOML file of settings env MX_CONFIG' -x
 complete -c mx -n '__mx_at mx status' -l json -d 'one JSON document on stdout, errors too env MX_JSON'
 complete -c mx -n '__mx_at mx status' -l quiet -s q -d 'only warnings and errors on stderr env MX_QUIET'
-complete -c mx -n '__mx_at mx status' -l verbose -s v -d 'more on stderr; -vv for still more env MX_VERBOSE'
+complete -c mx -n '__mx_at mx status' -l verbose -s v -d 'decisions on stderr; -vv each request too env MX_VERBOSE'
 complete -c mx -n '__mx_at mx status' -l help -d 'Show the help and exit'
 complete -c mx -n '__mx_at mx config' -l cache-dir -d 'root of the shared cache env MX_CACHE_DIR' -x
 complete -c mx -n '__mx_at mx config' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65' -x
@@ -243,7 +243,7 @@ complete -c mx -n '__mx_at mx config' -l strict -d 'exit 3 when there were warni
 complete -c mx -n '__mx_at mx config' -l config -d 'TOML file of settings env MX_CONFIG' -x
 complete -c mx -n '__mx_at mx config' -l json -d 'one JSON document on stdout, errors too env MX_JSON'
 complete -c mx -n '__mx_at mx config' -l quiet -s q -d 'only warnings and errors on stderr env MX_QUIET'
-complete -c mx -n '__mx_at mx config' -l verbose -s v -d 'more on stderr; -vv for still more env MX_VERBOSE'
+complete -c mx -n '__mx_at mx config' -l verbose -s v -d 'decisions on stderr; -vv each request too env MX_VERBOSE'
 complete -c mx -n '__mx_at mx config' -l help -d 'Show the help and exit'
 complete -c mx -n '__mx_at mx cache' -a ls -d 'What is in the cache, a row for each snapshot'
 complete -c mx -n '__mx_at mx cache' -a du -d 'Disk use of each model; files that snapshots share count once'
@@ -265,7 +265,7 @@ complete -c mx -n '__mx_at mx cache ls' -l strict -d 'exit 3 when there were war
 complete -c mx -n '__mx_at mx cache ls' -l config -d 'TOML file of settings env MX_CONFIG' -x
 complete -c mx -n '__mx_at mx cache ls' -l json -d 'one JSON document on stdout, errors too env MX_JSON'
 complete -c mx -n '__mx_at mx cache ls' -l quiet -s q -d 'only warnings and errors on stderr env MX_QUIET'
-complete -c mx -n '__mx_at mx cache ls' -l verbose -s v -d 'more on stderr; -vv for still more env MX_VERBOSE'
+complete -c mx -n '__mx_at mx cache ls' -l verbose -s v -d 'decisions on stderr; -vv each request too env MX_VERBOSE'
 complete -c mx -n '__mx_at mx cache ls' -l help -d 'Show the help and exit'
 complete -c mx -n '__mx_at mx cache ls' -F
 complete -c mx -n '__mx_at mx cache du' -l cache-dir -d 'root of the shared cache env MX_CACHE_DIR' -x
@@ -277,7 +277,7 @@ complete -c mx -n '__mx_at mx cache du' -l strict -d 'exit 3 when there were war
 complete -c mx -n '__mx_at mx cache du' -l config -d 'TOML file of settings env MX_CONFIG' -x
 complete -c mx -n '__mx_at mx cache du' -l json -d 'one JSON document on stdout, errors too env MX_JSON'
 complete -c mx -n '__mx_at mx cache du' -l quiet -s q -d 'only warnings and errors on stderr env MX_QUIET'
-complete -c mx -n '__mx_at mx cache du' -l verbose -s v -d 'more on stderr; -vv for still more env MX_VERBOSE'
+complete -c mx -n '__mx_at mx cache du' -l verbose -s v -d 'decisions on stderr; -vv each request too env MX_VERBOSE'
 complete -c mx -n '__mx_at mx cache du' -l help -d 'Show the help and exit'
 complete -c mx -n '__mx_at mx cache du' -F
 complete -c mx -n '__mx_at mx cache verify' -l cache-dir -d 'root of the shared cache env MX_CACHE_DIR' -x
@@ -289,7 +289,7 @@ complete -c mx -n '__mx_at mx cache verify' -l strict -d 'exit 3 when there were
 complete -c mx -n '__mx_at mx cache verify' -l config -d 'TOML file of settings env MX_CONFIG' -x
 complete -c mx -n '__mx_at mx cache verify' -l json -d 'one JSON document on stdout, errors too env MX_JSON'
 complete -c mx -n '__mx_at mx cache verify' -l quiet -s q -d 'only warnings and errors on stderr env MX_QUIET'
-complete -c mx -n '__mx_at mx cache verify' -l verbose -s v -d 'more on stderr; -vv for still more env MX_VERBOSE'
+complete -c mx -n '__mx_at mx cache verify' -l verbose -s v -d 'decisions on stderr; -vv each request too env MX_VERBOSE'
 complete -c mx -n '__mx_at mx cache verify' -l help -d 'Show the help and exit'
 complete -c mx -n '__mx_at mx cache verify' -F
 complete -c mx -n '__mx_at mx cache rm' -l yes -d 'remove; without it only say what would go'
@@ -307,7 +307,7 @@ complete -c mx -n '__mx_at mx cache rm' -l strict -d 'exit 3 when there were war
 complete -c mx -n '__mx_at mx cache rm' -l config -d 'TOML file of settings env MX_CONFIG' -x
 complete -c mx -n '__mx_at mx cache rm' -l json -d 'one JSON document on stdout, errors too env MX_JSON'
 complete -c mx -n '__mx_at mx cache rm' -l quiet -s q -d 'only warnings and errors on stderr env MX_QUIET'
-complete -c mx -n '__mx_at mx cache rm' -l verbose -s v -d 'more on stderr; -vv for still more env MX_VERBOSE'
+complete -c mx -n '__mx_at mx cache rm' -l verbose -s v -d 'decisions on stderr; -vv each request too env MX_VERBOSE'
 complete -c mx -n '__mx_at mx cache rm' -l help -d 'Show the help and exit'
 complete -c mx -n '__mx_at mx cache rm' -F
 complete -c mx -n '__mx_at mx cache gc' -l keep-last -d 'newest revisions of each model to keep env MX_KEEP_LAST' -x
@@ -326,7 +326,7 @@ complete -c mx -n '__mx_at mx cache gc' -l strict -d 'exit 3 when there were war
 complete -c mx -n '__mx_at mx cache gc' -l config -d 'TOML file of settings env MX_CONFIG' -x
 complete -c mx -n '__mx_at mx cache gc' -l json -d 'one JSON document on stdout, errors too env MX_JSON'
 complete -c mx -n '__mx_at mx cache gc' -l quiet -s q -d 'only warnings and errors on stderr env MX_QUIET'
-complete -c mx -n '__mx_at mx cache gc' -l verbose -s v -d 'more on stderr; -vv for still more env MX_VERBOSE'
+complete -c mx -n '__mx_at mx cache gc' -l verbose -s v -d 'decisions on stderr; -vv each request too env MX_VERBOSE'
 complete -c mx -n '__mx_at mx cache gc' -l help -d 'Show the help and exit'
 complete -c mx -n '__mx_at mx cache gc' -F
 complete -c mx -n '__mx_at mx cache unpin' -l cache-dir -d 'root of the shared cache env MX_CACHE_DIR' -x
@@ -338,6 +338,6 @@ complete -c mx -n '__mx_at mx cache unpin' -l strict -d 'exit 3 when there were 
 complete -c mx -n '__mx_at mx cache unpin' -l config -d 'TOML file of settings env MX_CONFIG' -x
 complete -c mx -n '__mx_at mx cache unpin' -l json -d 'one JSON document on stdout, errors too env MX_JSON'
 complete -c mx -n '__mx_at mx cache unpin' -l quiet -s q -d 'only warnings and errors on stderr env MX_QUIET'
-complete -c mx -n '__mx_at mx cache unpin' -l verbose -s v -d 'more on stderr; -vv for still more env MX_VERBOSE'
+complete -c mx -n '__mx_at mx cache unpin' -l verbose -s v -d 'decisions on stderr; -vv each request too env MX_VERBOSE'
 complete -c mx -n '__mx_at mx cache unpin' -l help -d 'Show the help and exit'
 complete -c mx -n '__mx_at mx cache unpin' -F

@@ -13,6 +13,8 @@ class Event:
     """Base class: `level` is debug, info or warning; fields are plain JSON values (bytes and seconds as numbers)."""
 
     level: ClassVar[str] = "info"
+    verbosity: ClassVar[int] = 0
+    """How many -v it takes to see it."""
 
     def text(self) -> str:
         """One line for people."""
@@ -41,13 +43,31 @@ class Notice(Event):
 
 @dataclass(frozen=True)
 class Detail(Event):
-    """Shown with -v only."""
+    """A decision, and why: shown with -v."""
 
     level: ClassVar[str] = "debug"
+    verbosity: ClassVar[int] = 1
     message: str
 
     def text(self) -> str:
         return self.message
+
+
+@dataclass(frozen=True)
+class Asked(Event):
+    """One request and its answer: shown with -vv."""
+
+    level: ClassVar[str] = "debug"
+    verbosity: ClassVar[int] = 2
+    method: str
+    url: str
+    piece: str
+    status: int
+    seconds: float
+
+    def text(self) -> str:
+        piece = f" {self.piece}" if self.piece else ""
+        return f"{self.method} {self.url}{piece}: {self.status} in {self.seconds:.3f} s"
 
 
 @dataclass(frozen=True)

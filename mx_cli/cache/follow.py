@@ -24,6 +24,7 @@ class Watch:
         self._poll = FIRST_POLL
         self._beats: deque[tuple[float, int]] = deque(maxlen=BEATS)
         self.view = View()
+        self.ended = ""
 
     def look(self) -> View:
         """Look again; blocks for one listing."""
@@ -50,15 +51,26 @@ class Watch:
         return time.monotonic() - self._since
 
     def vacant(self) -> bool:
-        """Whether the next term may begin: nobody leads, or the leader left, failed, is silent for the TTL or surely dead."""
+        """Whether the next term may begin: nobody leads, or the leader left, failed, is silent for the TTL or surely dead.
+
+        `ended` then says which.
+        """
+        self.ended = self._end()
+        return bool(self.ended)
+
+    def _end(self) -> str:
         view = self.view
-        if view.term == 0 or view.left or view.failed or self.silent_for > self._ttl:
-            return True
+        if view.term == 0:
+            return "nobody ever led"
+        if view.left or view.failed:
+            return f"term {view.term} {'failed' if view.failed else 'was left'}"
+        if self.silent_for > self._ttl:
+            return f"term {view.term} was silent for {self.silent_for:.1f} s"
         now = time.monotonic()
         if now < self._proof_at:
-            return False
+            return ""
         self._proof_at = now + PROOF_EVERY
-        return self._lease.surely_dead(view.term)
+        return f"the leader of term {view.term} is dead" if self._lease.surely_dead(view.term) else ""
 
     def pause(self) -> float:
         """Seconds until the next look: longer each time, but not past the moment when silence means death."""

@@ -137,6 +137,8 @@ _EVERYWHERE = [
         "verbose",
         0,
         int,
-        typer.Option("-v", "--verbose", count=True, show_default=False, help="more on stderr; -vv for still more"),
+        typer.Option(
+            "-v", "--verbose", count=True, show_default=False, help="decisions on stderr; -vv each request too"
+        ),
     ),
 ]

@@ -116,7 +116,7 @@ class Session:
         """The flows' surroundings."""
         from mx_cli.flows.context import Context
 
-        return Context(self.resolved, self.stop, self.emit)
+        return Context(self.resolved, self.stop, self.emit, verbose=self._verbose)
 
     def cache_line(self, root: Path) -> None:
         """The first line of a command that uses the cache: root, file system, free space."""

@@ -12,7 +12,7 @@ from mx_cli.base import redact
 from mx_cli.base.cancel import Stop
 from mx_cli.base.config import Resolved, Settings
 from mx_cli.base.errors import MxError, UsageError
-from mx_cli.base.events import Emit, Notice, Retried, Warned
+from mx_cli.base.events import Asked, Detail, Emit, Notice, Retried, Warned
 from mx_cli.cache.layout import Cache, Model
 from mx_cli.cache.lease import Lease
 from mx_cli.cache.snapshots import Snapshots
@@ -23,13 +23,17 @@ from mx_cli.sources.registry import OpenOrigin, open_origin
 
 @dataclass
 class Context:
-    """One command's surroundings. `retries` counts what was announced through `on_retry`."""
+    """One command's surroundings. `retries` counts what was announced through `on_retry`.
+
+    `verbose` says which events somebody sees: what is costly to tell is told only then.
+    """
 
     resolved: Resolved
     stop: Stop
     emit: Emit
     gates: Gates = field(default_factory=Gates)
     retries: int = 0
+    verbose: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -45,6 +49,11 @@ class Context:
 
     def warn(self, message: str) -> None:
         self.emit(Warned(redact.text(message)))
+
+    def detail(self, message: str) -> None:
+        """A decision, for who wants to know why."""
+        if self.verbose >= Detail.verbosity:
+            self.emit(Detail(redact.text(message)))
 
     def on_retry(self, what: str, error: MxError, delay: float, attempt: int) -> None:
         with self._lock:
@@ -78,6 +87,7 @@ class Context:
             notice=self.notice,
             version_id=version_id or "",
             gates=self.gates,
+            on_request=self.emit if self.verbose >= Asked.verbosity else None,
         )
         if self.settings.insecure and not origin.uri.startswith("file://"):
             self.warn(

@@ -139,7 +139,9 @@ class Prefetch:
                 self._heed(lease, view.term, sum(term >= first for term in view.failures), wanted)
             if vacant:
                 term = view.term + 1
-                if lease.claim(term):
+                claimed = lease.claim(term)
+                self._context.detail(f"{watch.ended}; term {term} {'is mine' if claimed else 'is claimed by another'}")
+                if claimed:
                     self._clock.wait = time.monotonic() - began - self._spent()
                     try:
                         return self._lead(lease, term, listing, wanted)
@@ -149,6 +151,8 @@ class Prefetch:
                 # A listing that is older than a lost claim must not make it be tried at full speed.
                 self._context.stop.wait(watch.pause())
                 continue
+            if following != view.term:
+                self._context.detail(f"term {view.term} is led by {lease.leader(view.term)}")
             following = view.term
             first = first or following
             self._tell(watch, lease, listing, wanted)

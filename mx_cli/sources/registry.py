@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from mx_cli.base.cancel import Stop
 from mx_cli.base.config import Settings
 from mx_cli.base.errors import MissingCapability
+from mx_cli.base.events import Asked
 from mx_cli.engine.ports import OnRetry, Origin
 from mx_cli.engine.retry import Gates
 from mx_cli.model.manifest import Entry
@@ -59,8 +60,11 @@ def open_origin(
     notice: Callable[[str], None],
     version_id: str = "",
     gates: Gates | None = None,
+    on_request: Callable[[Asked], None] | None = None,
 ) -> OpenOrigin:
     """The origin that `uri` names; opens no connection. `origin.uri` is canonical, `origin.revision` from the suffix.
+
+    `on_request` hears of each request; it may be called from several threads.
 
     Raises UsageError, NotFound (neither path nor repository), MissingCapability (a package is not installed).
     """
@@ -69,7 +73,7 @@ def open_origin(
     found = parse(uri, settings)
     if found.scheme == "file" and uris.looks_like_hub(uri):
         notice(f"{uri} is an existing path and is taken as one; write hf://{uri} for the hub")
-    context = Context(settings, environ, stop, on_retry, notice, gates or Gates(), version_id)
+    context = Context(settings, environ, stop, on_retry, notice, gates or Gates(), version_id, on_request)
     target, install = ORIGINS[found.scheme]
     module, _, name = target.partition(":")
     try:

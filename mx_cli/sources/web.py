@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from urllib.parse import quote, urljoin, urlsplit
 
@@ -11,6 +12,7 @@ from mx_cli.base import redact
 from mx_cli.base.cancel import Stop
 from mx_cli.base.config import Settings
 from mx_cli.base.errors import IntegrityError, Unreachable
+from mx_cli.base.events import Asked
 from mx_cli.base.version import VERSION
 from mx_cli.engine.ports import OnRetry, ReadItem
 from mx_cli.engine.retry import Gates, patiently
@@ -50,12 +52,19 @@ class Web:
     """All requests of one command. Thread-safe; keeps idle connections for reuse."""
 
     def __init__(
-        self, settings: Settings, environ: Mapping[str, str], stop: Stop, on_retry: OnRetry, gates: Gates | None = None
+        self,
+        settings: Settings,
+        environ: Mapping[str, str],
+        stop: Stop,
+        on_retry: OnRetry,
+        gates: Gates | None = None,
+        on_request: Callable[[Asked], None] | None = None,
     ) -> None:
         self.settings = settings
         self.stop = stop
         self.gates = gates or Gates()
         self.on_retry = on_retry
+        self._on_request = on_request
         self.connections = Connections(settings, environ)
         self._lock = threading.Lock()
         self._moved: dict[str, _Place] = {}
@@ -215,10 +224,14 @@ class Web:
                 **(extra or {}),
                 **sign(method, url, headers),
             }
-            reused = wire.used
+            reused, start = wire.used, time.monotonic()
             try:
                 with self.stop.calling(wire.shutdown):
-                    return wire, wire.ask(method, asked, full)
+                    head = wire.ask(method, asked, full)
+                if self._on_request:
+                    took = round(time.monotonic() - start, 6)
+                    self._on_request(Asked(method, redact.url(url), full.get("Range", ""), head.status, took))
+                return wire, head
             except Unreachable as error:
                 wire.close()
                 self.stop.check()

@@ -398,6 +398,21 @@ def test_json_lines_of_a_good_run(mx: Mx, faultd: servers.Faultd, verbose: list[
     assert (retried["level"], retried["fields"]["attempt"]) == ("warning", 1)
 
 
+def test_verbose_says_why_and_very_verbose_says_all(mx: Mx, faultd: servers.Faultd) -> None:
+    def events(*options: str) -> set[str]:
+        url = faultd.file("ok", 100_000, "x" + "".join(options)) + "?token=SECRET"
+        result = mx("prefetch", url, "--log-format", "json", *options).ok()
+        assert "SECRET" not in result.err
+        return {line["event"] for line in log_of(result)}
+
+    plain = events()
+    assert events("-v") - plain == {"detail"}
+    assert events("-vv") - plain == {"detail", "asked"}
+    text = mx("prefetch", faultd.file("ok", 100_000, "y"), "-vv").ok().err
+    assert re.search(r"^GET http://\S+/y bytes=0-99999: 206 in \d", text, re.MULTILINE)
+    assert "nobody ever led; term 1 is mine" in text
+
+
 def test_json_lines_of_errors(mx: Mx, faultd: servers.Faultd) -> None:
     for arguments in (
         ["prefetch", faultd.file("html", 1000, "x")],

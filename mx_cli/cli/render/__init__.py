@@ -73,7 +73,7 @@ class Renderer:
         with self._lock:
             if isinstance(event, Progress):
                 self._progress(event)
-            elif event.level == "warning" or (not self._quiet and (event.level == "info" or self._verbose)):
+            elif event.level == "warning" or (not self._quiet and self._verbose >= event.verbosity):
                 self._line(event)
 
     def warning(self, message: str) -> None:
