@@ -15,9 +15,8 @@ import pytest
 from tests.rig import cachecheck, mounts, servers
 from tests.support import MIB, Mx, Result, Running, capability, checkpoint_files, need, tree
 
-# Of each race, where processes meet for real; the rest differs in single calls. `scripts/bench torture` asks for more.
+# Of each race, on each kind of file system. `scripts/bench torture` asks for more.
 ROUNDS = int(os.environ.get("MX_TEST_ROUNDS", "5"))
-FEWER = max(2, ROUNDS * 2 // 5)
 STALE = ("-o", "attr_timeout=30,entry_timeout=30,negative_timeout=30")
 OTHER_NODE = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 Faults = Callable[..., dict[str, str]]
@@ -32,7 +31,6 @@ class Place:
     backing: Path
     roots: tuple[Path, ...]
     env: dict[str, str] = field(default_factory=dict)
-    rounds: int = 1
     nodes: bool = False
     weights: int = 0
 
@@ -96,25 +94,25 @@ def make_place(
     kind: str, request: pytest.FixtureRequest, mx: Mx, hub: servers.Hub, tmp_path: Path, stack: contextlib.ExitStack
 ) -> Place:
     if kind == "plain":
-        return Place(mx, hub, mx.cache, (mx.cache,), rounds=ROUNDS)
+        return Place(mx, hub, mx.cache, (mx.cache,))
     if kind == "nodes":
         need("pidns")
-        return Place(mx, hub, mx.cache, (mx.cache,), rounds=FEWER, nodes=True)
+        return Place(mx, hub, mx.cache, (mx.cache,), nodes=True)
     if kind == "bindfs":
         need("bindfs")
         source = tmp_path / "source"
         source.mkdir()
         roots = [stack.enter_context(mounts.bindfs(source, tmp_path / name, *STALE)) / "cache" for name in "ab"]
-        return Place(mx, hub, source / "cache", tuple(roots), rounds=ROUNDS)
+        return Place(mx, hub, source / "cache", tuple(roots))
     if kind in ("cifuse", "hiding"):
         need("fuse")
         options = {"HIDE": "1"} if kind == "hiding" else {}
         backing = tmp_path / "backing"
         mounted = stack.enter_context(mounts.cifuse(backing, tmp_path / "fuse", name_max=143, **options))
-        return Place(mx, hub, backing / "cache", (mounted / "cache",), rounds=FEWER)
+        return Place(mx, hub, backing / "cache", (mounted / "cache",))
     need("gcc")
     env = request.getfixturevalue("fault_env")(mx.cache, **FAULTS[kind])
-    return Place(mx, hub, mx.cache, (mx.cache,), env, rounds=FEWER if kind in PLACES else 1)
+    return Place(mx, hub, mx.cache, (mx.cache,), env)
 
 
 def after(place: Place, number: int, right: dict[str, str], *ends: Result) -> list[dict[str, Any]]:
@@ -128,7 +126,7 @@ def after(place: Place, number: int, right: dict[str, str], *ends: Result) -> li
 @pytest.mark.parametrize("place", PLACES + REST, indirect=True)
 def test_herd(place: Place) -> None:
     """Several at once: one downloads, each byte comes once, all end well."""
-    for number in range(place.rounds):
+    for number in range(ROUNDS):
         right = place.commit(number)
         running = [place.start(n, MX_TTL="20s") for n in range(4)]
         documents = after(place, number, right, *(one.wait() for one in running))
@@ -142,7 +140,7 @@ def test_herd(place: Place) -> None:
 @pytest.mark.parametrize("place", PLACES, indirect=True)
 def test_leader_killed(place: Place) -> None:
     """One of the followers takes over, and the others follow it."""
-    for number in range(place.rounds):
+    for number in range(ROUNDS):
         right = place.commit(number)
         leader = place.freeze(1)
         others = [place.start(n, MX_TTL="1s") for n in (0, 2, 3)]
@@ -157,7 +155,7 @@ def test_leader_killed(place: Place) -> None:
 @pytest.mark.parametrize("place", PLACES, indirect=True)
 def test_leader_frozen(place: Place) -> None:
     """It is deposed, woken while its successor works or after, and ends as well as the others."""
-    for number in range(place.rounds):
+    for number in range(ROUNDS):
         right = place.commit(number)
         leader = place.freeze(2)
         others = [place.start(n, MX_TTL="1s") for n in (0, 4)]
