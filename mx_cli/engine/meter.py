@@ -15,6 +15,7 @@ SETTLED = 0.5
 class Meter:
     """Counts bytes of a job. `add` from any thread; rates are over the last WINDOW seconds.
 
+    `workers` items are in flight, of the files `current`: (path, bytes in place, size).
     `throttled_until` and `last_error_at` are seconds since 1970, for other processes.
     `ticks` grows with every sign of work (bytes fetched, written or hashed): who watches for life compares it.
     """
@@ -27,6 +28,7 @@ class Meter:
         self.files_total = 0
         self.files_done = 0
         self.workers = 0
+        self.current: tuple[tuple[str, int, int], ...] = ()
         self.retries = 0
         self.phase = "transfer"
         self.throttled_until = 0.0

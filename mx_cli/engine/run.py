@@ -24,6 +24,8 @@ WIDEN_EVERY = 1.0
 QUIET_LIMIT = 15.0
 SMALL_ITEM = 1 << 20
 AHEAD = 8
+SHOW_EVERY = 0.25
+SHOWN = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ class Transfer:
         self._news: deque[Done] = deque()
         self._files: dict[str, _FileState] = {}
         self._width = _Width(limits.width, limits.max_width)
+        self._show_at = 0.0
 
     def run(self, items: Iterable[ReadItem]) -> None:
         """Raises the first error that retrying does not cure, OriginChanged, or the stop's reason."""
@@ -99,7 +102,7 @@ class Transfer:
                 while self._news:
                     self._take(self._news.popleft())
                 self._look_for_stalls()
-                self._meter.workers = len(self._flights)
+                self._show()
                 self._width.adapt(self._meter.fetched, len(self._flights))
         except NotFound as error:
             changed = self._abandon()
@@ -108,6 +111,8 @@ class Transfer:
         except BaseException:
             self._abandon()
             raise
+        finally:
+            self._meter.workers, self._meter.current = 0, ()
 
     @property
     def in_flight(self) -> frozenset[str]:
@@ -204,7 +209,7 @@ class Transfer:
 
     def _restart(self, entry: Entry, state: _FileState) -> None:
         self._sink.reset(entry)
-        self._meter.lose(state.placed)
+        self._meter.lose(self._done(entry))
         state.placed = 0
         state.left = entry.size
 
@@ -229,6 +234,22 @@ class Transfer:
         self._restart(entry, state)
         item = ReadItem(entry, 0, entry.size, whole=True)
         self._pending.appendleft((item, self._patience(item)))
+
+    def _show(self) -> None:
+        """Tell the meter who is at work, a few times a second."""
+        self._meter.workers = len(self._flights)
+        now = time.monotonic()
+        if now >= self._show_at:
+            self._show_at = now + SHOW_EVERY
+            entries = dict.fromkeys(item.entry for item in itertools.islice(self._flights, SHOWN))
+            self._meter.current = tuple(
+                (entry.path, self._done(entry), entry.size) for entry in entries if entry.size is not None
+            )
+
+    def _done(self, entry: Entry) -> int:
+        """Bytes of a file that are in place, also those that were before this transfer."""
+        state = self._files[entry.path]
+        return state.placed if state.left is None or entry.size is None else entry.size - state.left
 
     # -- watching ------------------------------------------------------------------------------------------------
 

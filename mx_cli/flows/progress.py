@@ -52,4 +52,5 @@ def snapshot(meter: Meter) -> Progress:
         files_done=meter.files_done,
         files_total=meter.files_total,
         workers=meter.workers,
+        current=meter.current,
     )

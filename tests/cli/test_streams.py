@@ -153,9 +153,10 @@ def on_terminal(mx: Mx, *arguments: str, env: dict[str, str] | None = None) -> t
 
 
 def test_x01_a_bar_on_a_terminal_only(mx: Mx, faultd: servers.Faultd) -> None:
-    code, text = on_terminal(mx, "prefetch", faultd.file("slow=3000000", 3_000_000, "x"))
+    code, text = on_terminal(mx, "prefetch", faultd.file("slow=3000000", 3_000_000, "name-of-the-file"))
     assert code == 0
     assert "\x1b[" in text
+    assert re.search(r"  name-of-the-file +\d+ % of 2.9 MiB", text)
     assert "MiB" in text
 
 
@@ -388,12 +389,14 @@ def log_of(result: Result) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("verbose", [[], ["-v"], ["-vv"]])
 def test_json_lines_of_a_good_run(mx: Mx, faultd: servers.Faultd, verbose: list[str]) -> None:
-    url = faultd.file("failget=503:1,slow=2000000", 1_000_000, "x")
+    url = faultd.file("failget=503:1,slow=600000", 1_000_000, "x")
     lines = log_of(mx("prefetch", url, "--log-format", "json", *verbose, env=PLAIN).ok())
     events = [line["event"] for line in lines]
     assert {"notice", "retried", "progress"} <= set(events)
-    progress = next(line["fields"] for line in lines if line["event"] == "progress")
-    assert {"phase", "bytes_done", "bytes_total", "rate"} <= set(progress)
+    progress = [line["fields"] for line in lines if line["event"] == "progress"]
+    assert all({"phase", "bytes_done", "bytes_total", "rate"} <= set(fields) for fields in progress)
+    assert {path for fields in progress for path, _, _ in fields["current"]} == {"x"}
+    assert max(fields["workers"] for fields in progress) > 0
     retried = next(line for line in lines if line["event"] == "retried")
     assert (retried["level"], retried["fields"]["attempt"]) == ("warning", 1)
 

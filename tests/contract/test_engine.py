@@ -152,6 +152,17 @@ def test_without_ranges_one_stream_brings_the_whole_file(bench: Bench) -> None:
     assert len(whole) == 1
 
 
+def test_without_ranges_what_was_there_counts_no_longer(bench: Bench) -> None:
+    bench.files = {"large": bench.files["large"]}
+    (entry,) = [entry for entry in bench.entries if entry.path == "large"]
+    bench.meter.have(BLOCK)
+    bench.reader.ranges = False
+    bench.reader.cut = {"large": 2_000_000}
+    bench.run(items_of(entry, [(0, BLOCK)], 1 << 20))
+    bench.check()
+    assert bench.meter.done == entry.size
+
+
 def test_without_ranges_a_cut_starts_over(bench: Bench) -> None:
     bench.reader.ranges = False
     bench.reader.cut = {"large": 2_000_000}
