@@ -24,10 +24,11 @@ _mx() {
                 _mx_files -f "$current"
                 return
                 ;;
-            "mx hash --revision" | "mx hash --kind" | "mx hash --diff" | "mx hash --stage" | "mx hash --tp" | "mx hash --pp" | "mx hash --ep" | "mx hash --dp" | "mx hash --rank" | "mx hash --dtype" | "mx hash --quantization" | "mx hash --engine" | "mx hash --engine-version" | "mx hash --set" | "mx hash --scheme" | "mx hash --field" | "mx hash --cache-dir" | "mx hash --visibility" | "mx hash --endpoint-url" | "mx hash --region" | "mx hash --ca-bundle" | "mx hash --hf-token-file" | "mx hash --connect-timeout" | "mx hash --stall-timeout" | "mx hash --retry-for" | "mx hash --timeout" | "mx hash --log-format" | "mx hash --progress" | "mx hash --config" | "mx prefetch --revision" | "mx prefetch --version-id" | "mx prefetch --include" | "mx prefetch --exclude" | "mx prefetch --pin" | "mx prefetch --to" | "mx prefetch --link" | "mx prefetch --result" | "mx prefetch --hf-cache" | "mx prefetch --cache-dir" | "mx prefetch --visibility" | "mx prefetch --endpoint-url" | "mx prefetch --region" | "mx prefetch --ca-bundle" | "mx prefetch --hf-token-file" | "mx prefetch --connect-timeout" | "mx prefetch --stall-timeout" | "mx prefetch --retry-for" | "mx prefetch --max-connections" | "mx prefetch --max-bandwidth" | "mx prefetch --range-size" | "mx prefetch --wait" | "mx prefetch --ttl" | "mx prefetch --beat" | "mx prefetch --node-name" | "mx prefetch --namespace" | "mx prefetch --if-unreachable" | "mx prefetch --timeout" | "mx prefetch --log-format" | "mx prefetch --progress" | "mx prefetch --config" | "mx serve --revision" | "mx serve --device" | "mx serve --listen" | "mx serve --advertise" | "mx serve --max-readers" | "mx serve --drain-timeout" | "mx serve --ready-file" | "mx serve --name" | "mx serve --tls-cert" | "mx serve --tls-key" | "mx serve --cache-dir" | "mx serve --visibility" | "mx serve --endpoint-url" | "mx serve --region" | "mx serve --ca-bundle" | "mx serve --hf-token-file" | "mx serve --connect-timeout" | "mx serve --stall-timeout" | "mx serve --retry-for" | "mx serve --max-connections" | "mx serve --max-bandwidth" | "mx serve --range-size" | "mx serve --wait" | "mx serve --ttl" | "mx serve --beat" | "mx serve --node-name" | "mx serve --namespace" | "mx serve --peer-token-file" | "mx serve --interface" | "mx serve --data-ports" | "mx serve --discovery" | "mx serve --record-beat" | "mx serve --grant-ttl" | "mx serve --timeout" | "mx serve --log-format" | "mx serve --progress" | "mx serve --config" | "mx peers --cache-dir" | "mx peers --visibility" | "mx peers --discovery" | "mx peers --record-beat" | "mx peers --peer-token-file" | "mx peers --endpoint-url" | "mx peers --region" | "mx peers --ca-bundle" | "mx peers --hf-token-file" | "mx peers --connect-timeout" | "mx peers --stall-timeout" | "mx peers --retry-for" | "mx peers --timeout" | "mx peers --log-format" | "mx peers --progress" | "mx peers --config" | "mx status --cache-dir" | "mx status --visibility" | "mx status --ttl" | "mx status --beat" | "mx status --timeout" | "mx status --log-format" | "mx status --progress" | "mx status --config" | "mx config --cache-dir" | "mx config --visibility" | "mx config --endpoint-url" | "mx config --region" | "mx config --ca-bundle" | "mx config --hf-token-file" | "mx config --connect-timeout" | "mx config --stall-timeout" | "mx config --retry-for" | "mx config --max-connections" | "mx config --max-bandwidth" | "mx config --range-size" | "mx config --wait" | "mx config --ttl" | "mx config --beat" | "mx config --node-name" | "mx config --namespace" | "mx config --if-unreachable" | "mx config --timeout" | "mx config --log-format" | "mx config --progress" | "mx config --config" | "mx cache ls --cache-dir" | "mx cache ls --visibility" | "mx cache ls --ttl" | "mx cache ls --beat" | "mx cache ls --node-name" | "mx cache ls --namespace" | "mx cache ls --timeout" | "mx cache ls --log-format" | "mx cache ls --progress" | "mx cache ls --config" | "mx cache du --cache-dir" | "mx cache du --visibility" | "mx cache du --timeout" | "mx cache du --log-format" | "mx cache du --progress" | "mx cache du --config" | "mx cache verify --cache-dir" | "mx cache verify --visibility" | "mx cache verify --timeout" | "mx cache verify --log-format" | "mx cache verify --progress" | "mx cache verify --config" | "mx cache rm --cache-dir" | "mx cache rm --visibility" | "mx cache rm --ttl" | "mx cache rm --beat" | "mx cache rm --node-name" | "mx cache rm --namespace" | "mx cache rm --timeout" | "mx cache rm --log-format" | "mx cache rm --progress" | "mx cache rm --config" | "mx cache gc --keep-last" | "mx cache gc --min-age" | "mx cache gc --cache-dir" | "mx cache gc --visibility" | "mx cache gc --ttl" | "mx cache gc --beat" | "mx cache gc --node-name" | "mx cache gc --namespace" | "mx cache gc --timeout" | "mx cache gc --log-format" | "mx cache gc --progress" | "mx cache gc --config" | "mx cache unpin --cache-dir" | "mx cache unpin --visibility" | "mx cache unpin --timeout" | "mx cache unpin --log-format" | "mx cache unpin --progress" | "mx cache unpin --config") option=$word ;;
+            "mx hash --revision" | "mx hash --kind" | "mx hash --diff" | "mx hash --stage" | "mx hash --tp" | "mx hash --pp" | "mx hash --ep" | "mx hash --dp" | "mx hash --rank" | "mx hash --dtype" | "mx hash --quantization" | "mx hash --engine" | "mx hash --engine-version" | "mx hash --set" | "mx hash --scheme" | "mx hash --field" | "mx hash --cache-dir" | "mx hash --visibility" | "mx hash --endpoint-url" | "mx hash --region" | "mx hash --ca-bundle" | "mx hash --hf-token-file" | "mx hash --connect-timeout" | "mx hash --stall-timeout" | "mx hash --retry-for" | "mx hash --timeout" | "mx hash --log-format" | "mx hash --progress" | "mx hash --config" | "mx prefetch --revision" | "mx prefetch --version-id" | "mx prefetch --include" | "mx prefetch --exclude" | "mx prefetch --from" | "mx prefetch --pin" | "mx prefetch --to" | "mx prefetch --link" | "mx prefetch --result" | "mx prefetch --hf-cache" | "mx prefetch --cache-dir" | "mx prefetch --visibility" | "mx prefetch --endpoint-url" | "mx prefetch --region" | "mx prefetch --ca-bundle" | "mx prefetch --hf-token-file" | "mx prefetch --connect-timeout" | "mx prefetch --stall-timeout" | "mx prefetch --retry-for" | "mx prefetch --max-connections" | "mx prefetch --max-bandwidth" | "mx prefetch --range-size" | "mx prefetch --wait" | "mx prefetch --ttl" | "mx prefetch --beat" | "mx prefetch --node-name" | "mx prefetch --namespace" | "mx prefetch --peer-token-file" | "mx prefetch --interface" | "mx prefetch --data-ports" | "mx prefetch --discovery" | "mx prefetch --record-beat" | "mx prefetch --if-unreachable" | "mx prefetch --timeout" | "mx prefetch --log-format" | "mx prefetch --progress" | "mx prefetch --config" | "mx serve --revision" | "mx serve --device" | "mx serve --listen" | "mx serve --advertise" | "mx serve --max-readers" | "mx serve --drain-timeout" | "mx serve --ready-file" | "mx serve --name" | "mx serve --tls-cert" | "mx serve --tls-key" | "mx serve --cache-dir" | "mx serve --visibility" | "mx serve --endpoint-url" | "mx serve --region" | "mx serve --ca-bundle" | "mx serve --hf-token-file" | "mx serve --connect-timeout" | "mx serve --stall-timeout" | "mx serve --retry-for" | "mx serve --max-connections" | "mx serve --max-bandwidth" | "mx serve --range-size" | "mx serve --wait" | "mx serve --ttl" | "mx serve --beat" | "mx serve --node-name" | "mx serve --namespace" | "mx serve --peer-token-file" | "mx serve --interface" | "mx serve --data-ports" | "mx serve --discovery" | "mx serve --record-beat" | "mx serve --grant-ttl" | "mx serve --timeout" | "mx serve --log-format" | "mx serve --progress" | "mx serve --config" | "mx pull --revision" | "mx pull --to" | "mx pull --peer" | "mx pull --route" | "mx pull --require" | "mx pull --path" | "mx pull --origin" | "mx pull --listen" | "mx pull --advertise" | "mx pull --max-readers" | "mx pull --drain-timeout" | "mx pull --result" | "mx pull --cache-dir" | "mx pull --visibility" | "mx pull --endpoint-url" | "mx pull --region" | "mx pull --ca-bundle" | "mx pull --hf-token-file" | "mx pull --connect-timeout" | "mx pull --stall-timeout" | "mx pull --retry-for" | "mx pull --max-connections" | "mx pull --max-bandwidth" | "mx pull --range-size" | "mx pull --wait" | "mx pull --ttl" | "mx pull --beat" | "mx pull --node-name" | "mx pull --namespace" | "mx pull --peer-token-file" | "mx pull --interface" | "mx pull --data-ports" | "mx pull --discovery" | "mx pull --record-beat" | "mx pull --peer-stall-timeout" | "mx pull --grant-ttl" | "mx pull --timeout" | "mx pull --log-format" | "mx pull --progress" | "mx pull --config" | "mx peers --cache-dir" | "mx peers --visibility" | "mx peers --discovery" | "mx peers --record-beat" | "mx peers --peer-token-file" | "mx peers --endpoint-url" | "mx peers --region" | "mx peers --ca-bundle" | "mx peers --hf-token-file" | "mx peers --connect-timeout" | "mx peers --stall-timeout" | "mx peers --retry-for" | "mx peers --timeout" | "mx peers --log-format" | "mx peers --progress" | "mx peers --config" | "mx status --cache-dir" | "mx status --visibility" | "mx status --ttl" | "mx status --beat" | "mx status --timeout" | "mx status --log-format" | "mx status --progress" | "mx status --config" | "mx config --cache-dir" | "mx config --visibility" | "mx config --endpoint-url" | "mx config --region" | "mx config --ca-bundle" | "mx config --hf-token-file" | "mx config --connect-timeout" | "mx config --stall-timeout" | "mx config --retry-for" | "mx config --max-connections" | "mx config --max-bandwidth" | "mx config --range-size" | "mx config --wait" | "mx config --ttl" | "mx config --beat" | "mx config --node-name" | "mx config --namespace" | "mx config --if-unreachable" | "mx config --timeout" | "mx config --log-format" | "mx config --progress" | "mx config --config" | "mx cache ls --cache-dir" | "mx cache ls --visibility" | "mx cache ls --ttl" | "mx cache ls --beat" | "mx cache ls --node-name" | "mx cache ls --namespace" | "mx cache ls --timeout" | "mx cache ls --log-format" | "mx cache ls --progress" | "mx cache ls --config" | "mx cache du --cache-dir" | "mx cache du --visibility" | "mx cache du --timeout" | "mx cache du --log-format" | "mx cache du --progress" | "mx cache du --config" | "mx cache verify --cache-dir" | "mx cache verify --visibility" | "mx cache verify --timeout" | "mx cache verify --log-format" | "mx cache verify --progress" | "mx cache verify --config" | "mx cache rm --cache-dir" | "mx cache rm --visibility" | "mx cache rm --ttl" | "mx cache rm --beat" | "mx cache rm --node-name" | "mx cache rm --namespace" | "mx cache rm --timeout" | "mx cache rm --log-format" | "mx cache rm --progress" | "mx cache rm --config" | "mx cache gc --keep-last" | "mx cache gc --min-age" | "mx cache gc --cache-dir" | "mx cache gc --visibility" | "mx cache gc --ttl" | "mx cache gc --beat" | "mx cache gc --node-name" | "mx cache gc --namespace" | "mx cache gc --timeout" | "mx cache gc --log-format" | "mx cache gc --progress" | "mx cache gc --config" | "mx cache unpin --cache-dir" | "mx cache unpin --visibility" | "mx cache unpin --timeout" | "mx cache unpin --log-format" | "mx cache unpin --progress" | "mx cache unpin --config") option=$word ;;
             "mx hash") command="mx hash" ;;
             "mx prefetch") command="mx prefetch" ;;
             "mx serve") command="mx serve" ;;
+            "mx pull") command="mx pull" ;;
             "mx peers") command="mx peers" ;;
             "mx status") command="mx status" ;;
             "mx config") command="mx config" ;;
@@ -76,6 +77,7 @@ _mx() {
             "mx prefetch --version-id") : ;;
             "mx prefetch --include") : ;;
             "mx prefetch --exclude") : ;;
+            "mx prefetch --from") : ;;
             "mx prefetch --pin") : ;;
             "mx prefetch --to") : ;;
             "mx prefetch --link") : ;;
@@ -98,6 +100,11 @@ _mx() {
             "mx prefetch --beat") : ;;
             "mx prefetch --node-name") : ;;
             "mx prefetch --namespace") : ;;
+            "mx prefetch --peer-token-file") : ;;
+            "mx prefetch --interface") : ;;
+            "mx prefetch --data-ports") : ;;
+            "mx prefetch --discovery") : ;;
+            "mx prefetch --record-beat") : ;;
             "mx prefetch --if-unreachable") _mx_words "fail cached" "$current" ;;
             "mx prefetch --timeout") : ;;
             "mx prefetch --log-format") _mx_words "text json" "$current" ;;
@@ -140,6 +147,46 @@ _mx() {
             "mx serve --log-format") _mx_words "text json" "$current" ;;
             "mx serve --progress") _mx_words "auto bar plain none" "$current" ;;
             "mx serve --config") : ;;
+            "mx pull --revision") : ;;
+            "mx pull --to") : ;;
+            "mx pull --peer") : ;;
+            "mx pull --route") : ;;
+            "mx pull --require") : ;;
+            "mx pull --path") _mx_words "auto nixl-read socket" "$current" ;;
+            "mx pull --origin") : ;;
+            "mx pull --listen") : ;;
+            "mx pull --advertise") : ;;
+            "mx pull --max-readers") : ;;
+            "mx pull --drain-timeout") : ;;
+            "mx pull --result") : ;;
+            "mx pull --cache-dir") : ;;
+            "mx pull --visibility") : ;;
+            "mx pull --endpoint-url") : ;;
+            "mx pull --region") : ;;
+            "mx pull --ca-bundle") : ;;
+            "mx pull --hf-token-file") : ;;
+            "mx pull --connect-timeout") : ;;
+            "mx pull --stall-timeout") : ;;
+            "mx pull --retry-for") : ;;
+            "mx pull --max-connections") : ;;
+            "mx pull --max-bandwidth") : ;;
+            "mx pull --range-size") : ;;
+            "mx pull --wait") : ;;
+            "mx pull --ttl") : ;;
+            "mx pull --beat") : ;;
+            "mx pull --node-name") : ;;
+            "mx pull --namespace") : ;;
+            "mx pull --peer-token-file") : ;;
+            "mx pull --interface") : ;;
+            "mx pull --data-ports") : ;;
+            "mx pull --discovery") : ;;
+            "mx pull --record-beat") : ;;
+            "mx pull --peer-stall-timeout") : ;;
+            "mx pull --grant-ttl") : ;;
+            "mx pull --timeout") : ;;
+            "mx pull --log-format") _mx_words "text json" "$current" ;;
+            "mx pull --progress") _mx_words "auto bar plain none" "$current" ;;
+            "mx pull --config") : ;;
             "mx peers --cache-dir") : ;;
             "mx peers --visibility") : ;;
             "mx peers --discovery") : ;;
@@ -241,8 +288,9 @@ _mx() {
         case "$command" in
             "mx") _mx_words "--version --help" "$current" ;;
             "mx hash") _mx_words "--revision --kind --no-content --explain --diff --verify --stage --tp --pp --ep --dp --rank --dtype --quantization --engine --engine-version --set --scheme --field --cache-dir --visibility --endpoint-url --region --anon --requester-pays --ca-bundle --insecure --hf-token-file --offline --connect-timeout --stall-timeout --retry-for --timeout --log-format --progress --strict --config --json --quiet -q --verbose -v --help" "$current" ;;
-            "mx prefetch") _mx_words "--revision --version-id --include --exclude --all --dry-run --verify --pin --to --link --result --hf-cache --cache-dir --visibility --endpoint-url --region --anon --requester-pays --ca-bundle --insecure --hf-token-file --offline --connect-timeout --stall-timeout --retry-for --max-connections --max-bandwidth --range-size --wait --ttl --beat --node-name --namespace --if-unreachable --timeout --log-format --progress --strict --config --json --quiet -q --verbose -v --help" "$current" ;;
+            "mx prefetch") _mx_words "--revision --version-id --include --exclude --all --from --dry-run --verify --pin --to --link --result --hf-cache --cache-dir --visibility --endpoint-url --region --anon --requester-pays --ca-bundle --insecure --hf-token-file --offline --connect-timeout --stall-timeout --retry-for --max-connections --max-bandwidth --range-size --wait --ttl --beat --node-name --namespace --peer-token-file --interface --data-ports --discovery --record-beat --if-unreachable --timeout --log-format --progress --strict --config --json --quiet -q --verbose -v --help" "$current" ;;
             "mx serve") _mx_words "--revision --device --listen --advertise --max-readers --drain-timeout --ready-file --name --tls-cert --tls-key --cache-dir --visibility --endpoint-url --region --anon --requester-pays --ca-bundle --insecure --hf-token-file --offline --connect-timeout --stall-timeout --retry-for --max-connections --max-bandwidth --range-size --wait --ttl --beat --node-name --namespace --peer-token-file --interface --data-ports --discovery --record-beat --grant-ttl --timeout --log-format --progress --strict --config --json --quiet -q --verbose -v --help" "$current" ;;
+            "mx pull") _mx_words "--revision --to --peer --route --require --path --origin --then-serve --listen --advertise --max-readers --drain-timeout --result --cache-dir --visibility --endpoint-url --region --anon --requester-pays --ca-bundle --insecure --hf-token-file --offline --connect-timeout --stall-timeout --retry-for --max-connections --max-bandwidth --range-size --wait --ttl --beat --node-name --namespace --peer-token-file --interface --data-ports --discovery --record-beat --peer-stall-timeout --grant-ttl --timeout --log-format --progress --strict --config --json --quiet -q --verbose -v --help" "$current" ;;
             "mx peers") _mx_words "--probe --cache-dir --visibility --discovery --record-beat --peer-token-file --endpoint-url --region --anon --requester-pays --ca-bundle --insecure --hf-token-file --offline --connect-timeout --stall-timeout --retry-for --timeout --log-format --progress --strict --config --json --quiet -q --verbose -v --help" "$current" ;;
             "mx status") _mx_words "--cache-dir --visibility --ttl --beat --timeout --log-format --progress --strict --config --json --quiet -q --verbose -v --help" "$current" ;;
             "mx config") _mx_words "--cache-dir --visibility --endpoint-url --region --anon --requester-pays --ca-bundle --insecure --hf-token-file --offline --connect-timeout --stall-timeout --retry-for --max-connections --max-bandwidth --range-size --wait --ttl --beat --node-name --namespace --if-unreachable --timeout --log-format --progress --strict --config --json --quiet -q --verbose -v --help" "$current" ;;
@@ -256,10 +304,11 @@ _mx() {
         esac
     else
         case "$command" in
-            "mx") _mx_words "hash prefetch serve peers status config cache" "$current" ;;
+            "mx") _mx_words "hash prefetch serve pull peers status config cache" "$current" ;;
             "mx hash") _mx_files -f "$current" ;;
             "mx prefetch") _mx_files -f "$current" ;;
             "mx serve") _mx_files -f "$current" ;;
+            "mx pull") _mx_words "MODEL IDENTITY" "$current" ;;
             "mx peers") _mx_files -f "$current" ;;
             "mx cache") _mx_words "ls du verify rm gc unpin" "$current" ;;
             "mx cache ls") _mx_files -f "$current" ;;

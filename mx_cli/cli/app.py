@@ -9,7 +9,7 @@ import typer
 
 from mx_cli.base.errors import UsageError, exit_codes
 from mx_cli.base.version import VERSION
-from mx_cli.cli import cache, config, hash_, peers, prefetch, serve, status
+from mx_cli.cli import cache, config, hash_, peers, prefetch, pull, serve, status
 from mx_cli.cli.session import finish, open_streams, refuse
 
 EPILOG = "exit codes: " + "; ".join(f"{code} {meaning.replace('`', '')}" for code, meaning, _ in exit_codes())
@@ -26,6 +26,7 @@ app = typer.Typer(
 app.command("hash")(hash_.hash_)
 app.command("prefetch", context_settings={"allow_interspersed_args": True})(prefetch.prefetch)
 app.command("serve")(serve.serve)
+app.command("pull", context_settings={"allow_interspersed_args": True})(pull.pull)
 app.command("peers")(peers.peers)
 app.command("status")(status.status)
 app.add_typer(cache.app, name="cache")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
 from mx_cli.base.config import read_path
-from mx_cli.cli.options import CACHE, ELECTION, ORIGIN, TRANSFER, command
+from mx_cli.cli.become import become, check_program, check_stray
+from mx_cli.cli.options import CACHE, ELECTION, ORIGIN, PEER, PEERS, TRANSFER, command
 from mx_cli.cli.session import Session
 
 if TYPE_CHECKING:
@@ -21,7 +19,7 @@ MANY = Optional[list[str]]  # noqa: UP045 - typer reads the object
 PATH = Optional[str]  # noqa: UP045
 
 
-@command(CACHE, ORIGIN, TRANSFER, ELECTION, ("if_unreachable",))
+@command(CACHE, ORIGIN, TRANSFER, ELECTION, PEER, PEERS, ("if_unreachable",))
 def prefetch(
     session: Session,
     uri: Annotated[str, typer.Argument(metavar="URI", help="s3:// gs:// hf://org/name http(s):// file:// or a path")],
@@ -35,6 +33,10 @@ def prefetch(
     ] = None,
     exclude: Annotated[MANY, typer.Option("--exclude", metavar="GLOB", help="not these files; may be repeated")] = None,
     everything: Annotated[bool, typer.Option("--all", help="all files, not one usable set")] = False,
+    from_: Annotated[
+        PATH,
+        typer.Option("--from", metavar="LIST", help="peer, origin: whom to ask, peers first [default origin]"),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="say what would be fetched, fetch nothing")] = False,
     verify: Annotated[bool, typer.Option("--verify", help="hash what is there again")] = False,
     pin: Annotated[PATH, typer.Option("--pin", metavar="NAME", help="keep the snapshot from gc")] = None,
@@ -53,7 +55,7 @@ def prefetch(
 
     if pin is not None and not (pin and pin.isprintable()):
         raise UsageError(f"--pin {pin!r}: not a name that can be shown")
-    _check_stray(cmd or [])
+    check_stray(cmd or [])
     context = session.context()
     session.cache_line(context.cache().root)
     request = Request(
@@ -67,6 +69,7 @@ def prefetch(
         pin=pin,
         to=read_path(to) if to else None,
         link=read_path(link) if link else None,
+        sources=tuple(word.strip() for word in (from_ or "").split(",") if word.strip()),
         hf_cache=None if hf_cache is None else Path(hf_cache),
     )
     if dry_run:
@@ -74,11 +77,12 @@ def prefetch(
         session.answer(preview.text(), preview.to_json())
         return
     if cmd:
-        _check_program(cmd[0], session.resolved.environ)
+        check_program(cmd[0], session.resolved.environ)
     outcome = flow.prefetch(request, context)
     _report(session, outcome, result, bool(cmd))
     if cmd:
-        _become(session, cmd, outcome)
+        identity = outcome.identity.get("content") or outcome.identity.get("origin") or ""
+        become(session, cmd, outcome.directory, identity)
 
 
 def _report(session: Session, outcome: Outcome, result: str | None, has_command: bool) -> None:
@@ -94,52 +98,3 @@ def _report(session: Session, outcome: Outcome, result: str | None, has_command:
         session.conclude(str(outcome.directory))
     else:
         session.answer(str(outcome.directory), document)
-
-
-def _check_stray(cmd: list[str]) -> None:
-    """A command to run comes after `--`; a second argument before it is a slip, not a program."""
-    from mx_cli.base.errors import UsageError
-
-    words = sys.argv[1:]
-    given = words[words.index("--") + 1 :] if "--" in words else []
-    if cmd and cmd != given:
-        raise UsageError(f"unexpected argument {cmd[0]!r}", hint="one URI; a command to run afterwards comes after --")
-
-
-def _check_program(name: str, environ: Mapping[str, str]) -> None:
-    """A misspelt program is found before the download, unless it is to come with it."""
-    from mx_cli.base.errors import UsageError
-
-    if not name:
-        raise UsageError("cannot run '': the name of a program is missing after --")
-    if "{}" in name:
-        return
-    places = [""] if "/" in name else os.get_exec_path(environ)
-    if not any(os.access(os.path.join(place, name), os.X_OK) for place in places):
-        raise UsageError(f"cannot run {name}: no such program", hint="check the name after --, and PATH")
-
-
-def _given(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment as the caller made it: without a locale, Python adds LC_CTYPE for itself (PEP 538)."""
-    try:
-        first = Path("/proc/self/environ").read_bytes().split(b"\0")
-    except OSError:
-        return dict(environ)
-    added = not any(pair.startswith(b"LC_CTYPE=") for pair in first)
-    return {name: value for name, value in environ.items() if not (added and name == "LC_CTYPE")}
-
-
-def _become(session: Session, cmd: list[str], outcome: Outcome) -> None:
-    from mx_cli.base.errors import UsageError
-    from mx_cli.cache.layout import restore_umask
-
-    directory = str(outcome.directory)
-    identity = outcome.identity.get("content") or outcome.identity.get("origin") or ""
-    environ = {**_given(session.resolved.environ), "MX_DIR": directory, "MX_IDENTITY": identity}
-    program = [word.replace("{}", directory) for word in cmd]
-    session.prepare_exec()
-    restore_umask()
-    try:
-        os.execvpe(program[0], program, environ)
-    except OSError as error:
-        raise UsageError(f"cannot run {program[0]}: {error.strerror}") from None

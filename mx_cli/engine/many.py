@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from mx_cli.base.errors import IntegrityError, MxError, TransportFailed
+from mx_cli.base.errors import IntegrityError, MxError, NotFound, TransportFailed
 from mx_cli.engine.ports import Dest, Done, NoRanges, ReadItem, Source, SourceCaps
 
 
@@ -67,7 +67,8 @@ class Many:
 
     Members that are no reserve report blocks with the end of an item only: a failed one leaves nothing half counted.
     A member that fails is closed (after which nothing of its lands any more), and what it had open goes back into the
-    queue. A wrong digest is no failure of the member: the piece is read once more, elsewhere where there is an elsewhere.
+    queue. A wrong digest, or a file that it
+    does not have, is no failure of the member: the piece is read once more, elsewhere where there is an elsewhere.
     Errors of a reserve are the engine's to retry. `on_failed(member, error)` tells of a member's end.
     """
 
@@ -88,6 +89,7 @@ class Many:
             sum(m.source.caps.max_in_flight for m in alive),
             min(m.source.caps.item_size for m in alive),
             next((m.source.caps.host for m in self.members if m.reserve), self.members[0].source.caps.host),
+            next((m.source.caps.blocks for m in alive if m.source.caps.blocks), None),
         )
 
     def widen(self, width: int) -> None:
@@ -162,7 +164,7 @@ class Many:
 
     def _why_nobody(self, job: _Job) -> MxError:
         if job.wrong:
-            return IntegrityError(f"{job.item.entry.path}: wrong bytes from {', '.join(m.name for m in job.wrong)}")
+            return IntegrityError(f"{job.item.entry.path}: no right bytes from {', '.join(m.name for m in job.wrong)}")
         causes = "; ".join(f"{m.name}: {m.failure.what}" for m in self.members if m.failure)
         return TransportFailed(f"no source is left ({causes})")
 
@@ -183,7 +185,7 @@ class Many:
             self._finish(job, None, done.received)
         elif member.reserve or isinstance(done.error, NoRanges):
             self._finish(job, done.error, done.received)
-        elif isinstance(done.error, IntegrityError):
+        elif isinstance(done.error, (IntegrityError, NotFound)):
             self._again_elsewhere(member, job, done.error)
         else:
             self._queue.appendleft(job)
@@ -193,11 +195,11 @@ class Many:
         del self._jobs[job.item]
         self._news.append(Done(job.item, finished=True, error=error, received=received))
 
-    def _again_elsewhere(self, member: Member, job: _Job, error: IntegrityError) -> None:
+    def _again_elsewhere(self, member: Member, job: _Job, error: MxError) -> None:
         others = [m for m in self.members if m.alive and m is not member and m not in job.wrong]
         if others:
             job.wrong.append(member)
-        elif job.retried:
+        elif job.retried or isinstance(error, NotFound):
             self._finish(job, error)
             return
         job.retried = True

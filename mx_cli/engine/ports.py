@@ -6,7 +6,7 @@ implements `Reader`, and `threads.Lifted` makes a Source of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from mx_cli.base.errors import MxError
 from mx_cli.model.holding import HOST
 from mx_cli.model.manifest import Entry, Listing
 from mx_cli.model.record import Record, Sighting
+from mx_cli.plan.ranges import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +95,15 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class SourceCaps:
-    """`max_in_flight`: items at once. `item_size`: bytes it likes per item. `host`: what shares a rate limit."""
+    """`max_in_flight`: items at once. `item_size`: bytes it likes per item. `host`: what shares a rate limit.
+
+    `blocks(path)`: the spans of a file that the source has digests of; an item that splits none is verified by itself.
+    """
 
     max_in_flight: int
     item_size: int
     host: str
+    blocks: Callable[[str], Sequence[Span]] | None = None
 
 
 class Source(Protocol):

@@ -21,7 +21,7 @@ from mx_cli.model import header
 from mx_cli.model.digest import FILE_DTYPE, TensorDigest
 from mx_cli.model.holding import Holding, start_key
 from mx_cli.model.manifest import Entry, FileRecord, Listing, Manifest, selection_digest
-from mx_cli.model.selection import RULES_VERSION
+from mx_cli.model.selection import RULES_VERSION, index_files
 
 
 def local_holding(path: Path, context: Context) -> Holding:
@@ -46,7 +46,8 @@ def holding_of(manifest: Manifest, directory: Path) -> Holding:
     known, _ = identity_records(manifest.uri, manifest.revision, rows, wanted, data)
     # What was published counts: a selection of today's rules may choose other weights.
     agreed = [one for one in known if one.kind == "config" or manifest.identity.get(one.kind) == one.id]
-    return Holding(manifest, tuple(agreed), starts)
+    texts = {path: (directory / path).read_text("utf-8") for path in index_files([r.path for r in manifest.files])}
+    return Holding(manifest, tuple(agreed), starts, texts=texts)
 
 
 def _starts(directory: Path, path: str, tensors: Sequence[tuple[str, str]]) -> dict[str, int]:

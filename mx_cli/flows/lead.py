@@ -27,7 +27,8 @@ from mx_cli.flows.request import Clock, Led, Wanted
 from mx_cli.flows.term import leading
 from mx_cli.model.manifest import Entry, Listing, Manifest, selection_digest
 from mx_cli.model.selection import RULES_VERSION
-from mx_cli.plan.ranges import Span, interleave, pieces, total
+from mx_cli.plan.blocks import aligned
+from mx_cli.plan.ranges import Span, gaps, interleave, pieces, total
 from mx_cli.sinks.files import OPEN_LIMIT, FileSink, Opened
 
 INTEGRITY_TRIES = 2
@@ -178,7 +179,7 @@ class Leader:
         in_order = sorted(entries, key=lambda e: ((e.size or 0) > size, e.path))
         # Files that were begun wait for their turn among others: all of them have to fit into the sink.
         width = min(START_WIDTH * cores(), OPEN_LIMIT // 2)
-        return list(interleave((items_of(e, have.get(e.path, []), size) for e in in_order), width))
+        return list(interleave((items_of(e, have.get(e.path, []), size, caps) for e in in_order), width))
 
     def _open(self, entry: Entry, parts: Parts) -> Opened:
         part = parts.open(entry)
@@ -217,7 +218,7 @@ class Leader:
         )
 
 
-def items_of(entry: Entry, have: Sequence[Span], size: int) -> list[ReadItem]:
+def items_of(entry: Entry, have: Sequence[Span], size: int, caps: SourceCaps | None = None) -> list[ReadItem]:
     """What has to be read of a file, in items of at most `size` bytes: all that `have` lacks.
 
     In one piece from its beginning where nothing could prove that two pieces are of one version. A file with nothing left
@@ -225,5 +226,9 @@ def items_of(entry: Entry, have: Sequence[Span], size: int) -> list[ReadItem]:
     """
     if entry.size is None or not entry.validator:
         return [ReadItem(entry, 0, entry.size, whole=True)]
-    todo = pieces(entry.size, have, size) or [(entry.size, entry.size)]
+    if caps and caps.blocks:
+        todo = aligned(gaps(entry.size, have), caps.blocks(entry.path), size)
+    else:
+        todo = pieces(entry.size, have, size)
+    todo = todo or [(entry.size, entry.size)]
     return [ReadItem(entry, start, end - start) for start, end in todo]

@@ -92,12 +92,13 @@ class Peering:
         self.refusals = Refusals()
         self.group: Group | None = None
 
-    def find(self, wait: float) -> Group:
+    def find(self, wait: float, wanted: Sequence[str] = ()) -> Group:
         """The largest group of peers that match, the least loaded and nearest first. Looks again for `wait` seconds.
 
         Blocks. Raises NoPeer when nobody matches in time, Incompatible when there are peers and all hold other weights,
         UsageError when there is no secret for a peer that was named.
         """
+        self._wanted += [one for one in wanted if one not in self._wanted]
         end = time.monotonic() + wait
         while True:
             peers = self._look()
@@ -177,7 +178,7 @@ class Peering:
             settings = self._context.settings
             secrets = trust.offered(self._context, address)
             timeout = settings.connect_timeout if self._wish.peers else DIAL_TIMEOUT
-            session = dial(address, secrets, timeout, settings.peer_stall_timeout, settings.ca_bundle)
+            session = dial(address, secrets, timeout, settings.peer_stall_timeout)
             self._sessions[address] = session
         return session
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 from mx_cli.base.errors import (
     AccessDenied,
@@ -11,6 +12,7 @@ from mx_cli.base.errors import (
     OriginChanged,
     TransportFailed,
     Unreachable,
+    UsageError,
     WaitExpired,
 )
 from mx_cli.base.events import Progress
@@ -34,6 +36,9 @@ from mx_cli.flows.verify import verify_snapshot
 from mx_cli.model.manifest import Listing, Manifest, selection_digest
 from mx_cli.model.selection import collisions
 
+if TYPE_CHECKING:
+    from mx_cli.flows.peering import Peering
+
 CHANGES = 3
 # What a follower may hope to do better than its leader: other credentials, another network, another mount.
 OWN_TRY = (AccessDenied, Unreachable, TransportFailed, FilesystemRefused)
@@ -46,16 +51,42 @@ def prefetch(request: Request, context: Context) -> Outcome:
 
     Raises the MxErrors of the exit-code table; whatever was fetched before a failure is kept for the next run.
     """
-    return Prefetch(request, context, _origin(request, context)).run()
+    peering = _peering(request, context)
+    try:
+        return Prefetch(request, context, _supply(request, context, peering)).run()
+    finally:
+        if peering:
+            peering.close()
 
 
 def preview(request: Request, context: Context) -> Preview:
     """What a prefetch would do. Asks the origin, writes nothing."""
-    return Prefetch(request, context, _origin(request, context)).preview()
+    return Prefetch(request, context, _supply(request, context, None)).preview()
 
 
-def _origin(request: Request, context: Context) -> Supply:
-    return FromOrigin(context.origin(request.uri, request.version_id), context.settings)
+def _peering(request: Request, context: Context) -> Peering | None:
+    """A search for peers, where they are to be asked: by `--from`, or since discovery is set."""
+    named = request.sources or (("peer", "origin") if context.settings.discovery else ("origin",))
+    if unknown := [name for name in named if name not in ("peer", "origin")]:
+        raise UsageError(f"--from: not of peer, origin: {', '.join(unknown)}")
+    if "peer" not in named:
+        return None
+    # Who asks no peer does not pay for the modules that do.
+    from mx_cli.flows.data_path import Wish
+    from mx_cli.flows.peering import Peering
+
+    return Peering(context, [], Wish())
+
+
+def _supply(request: Request, context: Context, peering: Peering | None) -> Supply:
+    origin = FromOrigin(context.origin(request.uri, request.version_id), context.settings)
+    if peering is None:
+        return origin
+    from mx_cli.flows.peer_supply import FromPeers
+
+    only_peers = "origin" not in (request.sources or ("peer", "origin"))
+    wait = context.settings.wait or 0.0
+    return FromPeers(context, origin.uri, origin.revision, peering, None if only_peers else origin, wait)
 
 
 class Prefetch:

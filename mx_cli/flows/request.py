@@ -16,7 +16,10 @@ from mx_cli.model.shard_index import Index
 
 @dataclass(frozen=True)
 class Request:
-    """`uri` as the user wrote it; `include` and `exclude` are globs, `everything` switches the default selection off."""
+    """`uri` as the user wrote it; `include` and `exclude` are globs, `everything` switches the default selection off.
+
+    `sources`: peer, origin, or both; empty for peers only where discovery is set, and the origin.
+    """
 
     uri: str
     revision: str | None = None
@@ -29,6 +32,7 @@ class Request:
     to: Path | None = None
     link: Path | None = None
     hf_cache: Path | None = None
+    sources: tuple[str, ...] = ()
 
 
 @dataclass

@@ -141,7 +141,7 @@ class Resolver:
             raise NotFound(lacking, hint="run once without --offline")
         if self._unreachable:
             raise Unreachable(f"{self._unreachable.what}; {self.lacking(listing, wanted)}")
-        if all(entry.key for entry in listing.files):
+        if all(entry.key for entry in listing.files if entry.path in wanted.files):
             return listing
         return self._supply.listing(listing.revision, self._context.stop)
 

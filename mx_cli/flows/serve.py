@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from mx_cli.base import units
-from mx_cli.base.cancel import Stop
 from mx_cli.base.errors import IntegrityError, MxError, UsageError
 from mx_cli.base.oserrors import explain
 from mx_cli.engine.buffers import Pool
@@ -19,6 +18,7 @@ from mx_cli.flows.context import Context
 from mx_cli.flows.hash import is_local
 from mx_cli.flows.holdings import local_holding
 from mx_cli.flows.prefetch import prefetch
+from mx_cli.flows.pull import Pull, PullOutcome, PullRequest
 from mx_cli.flows.request import Request
 from mx_cli.flows.serving import Offer, Serving
 from mx_cli.flows.trust import is_loopback
@@ -83,24 +83,43 @@ def serve(request: ServeRequest, context: Context, on_ready: Callable[[Ready], N
         held = _hold(kind, index, path, holding, serving, context)
         serving.offer(holding, held)
         on_ready(_ready(serving, holding, held))
-        _wait(context.stop)
-    except MxError as reason:
-        if reason is context.stop.reason and serving.holding is not None:
-            _drain(serving, request.drain, context)
-        raise
+        serve_until_stopped(serving, request.drain, context)
     finally:
         serving.close()
 
 
-def _wait(stop: Stop) -> None:
-    while True:
-        stop.wait(3600.0)
+def serve_until_stopped(serving: Serving, drain: float, context: Context) -> None:
+    """Blocks until told to stop, gives readers `drain` seconds to finish, and raises the stop's reason."""
+    try:
+        while True:
+            context.stop.wait(3600.0)
+    except MxError:
+        late = serving.drain(drain)
+        if late:
+            context.warn(f"ended while {units.count(len(late), 'reader')} still read: {', '.join(late[:5])}")
+        raise
 
 
-def _drain(serving: Serving, seconds: float, context: Context) -> None:
-    late = serving.drain(seconds)
-    if late:
-        context.warn(f"ended while {units.count(len(late), 'reader')} still read: {', '.join(late[:5])}")
+def pull_then_serve(
+    request: PullRequest, offer: Offer, drain: float, context: Context, on_done: Callable[[PullOutcome], None]
+) -> None:
+    """Pull, tell what came of it, and be a peer then, until told to stop. The sources hear that there is another peer.
+
+    The listener is there from the start, so a taken port is found before anything is pulled.
+    """
+    serving = Serving(context, offer)
+    puller = Pull(request, context, serving.generation)
+    try:
+        outcome = puller.run()
+        holding = puller.holding or local_holding(outcome.directory, context)
+        serving.offer(holding, OnDisk(outcome.directory, holding))
+        puller.leave(serving.address, outcome.bytes_total)
+        on_done(outcome)
+        context.notice(f"serving at {serving.address} until stopped")
+        serve_until_stopped(serving, drain, context)
+    finally:
+        puller.leave()
+        serving.close()
 
 
 def _device(text: str) -> tuple[str, int]:

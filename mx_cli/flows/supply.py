@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 from mx_cli.base.cancel import Stop
 from mx_cli.base.config import Settings
-from mx_cli.engine.ports import Source
+from mx_cli.base.errors import OriginChanged
+from mx_cli.engine.ports import Reader, ReadItem, Source, SourceCaps, Stream
 from mx_cli.engine.threads import Lifted, Throttle
 from mx_cli.model.manifest import Entry, Listing
 from mx_cli.sources.registry import OpenOrigin
@@ -50,8 +54,44 @@ class FromOrigin:
         return self._origin.read(entry, limit)
 
     def open_source(self) -> Source:
+        return self.lift(self._origin)
+
+    def lift(self, reader: Reader, ring: Callable[[], None] = lambda: None) -> Lifted:
+        """A source of this origin's bytes, as `reader` opens them; `ring` is called when it has news."""
         rate = self._settings.max_bandwidth
-        return Lifted(self._origin, Throttle(rate) if rate else None)
+        return Lifted(reader, Throttle(rate) if rate else None, ring)
+
+    def by_path(self, revision: str, stop: Stop) -> Reader:
+        """The origin's reader for files of somebody else's listing: it lists them itself when the first is wanted."""
+        return _ByPath(self._origin, revision, stop)
 
     def close(self) -> None:
         self._origin.close()
+
+
+class _ByPath:
+    def __init__(self, origin: OpenOrigin, revision: str, stop: Stop) -> None:
+        self._origin, self._revision, self._stop = origin, revision, stop
+        self._lock = threading.Lock()
+        self._entries: dict[str, Entry] | None = None
+
+    @property
+    def caps(self) -> SourceCaps:
+        return self._origin.caps
+
+    def open(self, item: ReadItem) -> Stream:
+        entry = self._find(item.entry)
+        return self._origin.open(replace(item, entry=entry))
+
+    def _find(self, wanted: Entry) -> Entry:
+        with self._lock:
+            if self._entries is None:
+                listing = self._origin.listing(self._revision or None, self._stop)
+                self._entries = {entry.path: entry for entry in listing.files}
+        found = self._entries.get(wanted.path)
+        if found is None or found.size != wanted.size:
+            raise OriginChanged(f"{wanted.path}: the origin does not hold it as the peers do")
+        return found
+
+    def close(self) -> None:
+        """The origin is its owner's to close."""

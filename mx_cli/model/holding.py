@@ -17,7 +17,7 @@ from mx_cli.base import canonical
 from mx_cli.base.errors import IntegrityError
 from mx_cli.model.header import BITS
 from mx_cli.model.identity import Identity
-from mx_cli.model.manifest import BLOCK, Entry, Listing, Manifest
+from mx_cli.model.manifest import BLOCK, Entry, FileRecord, Listing, Manifest
 
 HOST = -1
 """The device number of host memory; GPUs count from 0."""
@@ -79,7 +79,8 @@ class Holding:
     """A manifest, the full records of its identities, and what only a peer knows.
 
     `starts`: first byte of each tensor in its file. `aliases`: a tied tensor's name -> the name that has the bytes.
-    `kinds`: `buffer` for what is no parameter. `version` counts changes of the weights within one generation.
+    `kinds`: `buffer` for what is no parameter. `texts`: small files that decide what is wanted (shard indexes), whole, so
+    that nobody needs a grant to find out. `version` counts changes of the weights within one generation.
     """
 
     manifest: Manifest
@@ -87,6 +88,7 @@ class Holding:
     starts: Mapping[str, int]
     aliases: Mapping[str, str] = field(default_factory=dict)
     kinds: Mapping[str, str] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)
     version: int = 0
 
     @cached_property
@@ -121,6 +123,10 @@ class Holding:
         """The blocks of a file whose digests are known, in the order of their bytes."""
         return self._checks.get(file, ())
 
+    def blocks(self, file: str) -> Sequence[tuple[int, int]]:
+        """The spans of `checks`."""
+        return [(check.offset, check.end) for check in self.checks(file)]
+
     def checks_within(self, file: str, start: int, end: int) -> Sequence[Check]:
         """The blocks that lie whole in [start, end) of a file."""
         checks = self.checks(file)
@@ -131,18 +137,17 @@ class Holding:
     def with_version(self, version: int) -> Holding:
         return replace(self, version=version)
 
+    def entry(self, record: FileRecord) -> Entry:
+        """A file of the manifest as an origin would list it, with the digests that the peer vouches for."""
+        digests = {**record.digests, "xxh3": record.xxh3}
+        return Entry(record.path, record.size, record.validator or record.xxh3, digests=digests, key=record.path)
+
     def listing(self) -> Listing:
-        """The manifest's files as an origin would list them, with the digests that a peer vouches for."""
-        files = tuple(
-            Entry(
-                record.path,
-                record.size,
-                record.validator or record.xxh3,
-                digests={**record.digests, "xxh3": record.xxh3},
-            )
-            for record in self.manifest.files
-        )
-        return Listing(self.manifest.uri, self.manifest.revision, files)
+        """All that the origin held, as the manifest remembers it. What the peer does not have has no key."""
+        manifest = self.manifest
+        records = {record.path: record for record in manifest.files}
+        rest = [Entry(path, size) for path, size in manifest.listing if path not in records]
+        return Listing(manifest.uri, manifest.revision, (*map(self.entry, manifest.files), *rest))
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -151,6 +156,7 @@ class Holding:
             "starts": dict(self.starts),
             "aliases": dict(self.aliases),
             "kinds": dict(self.kinds),
+            "texts": dict(self.texts),
             "version": self.version,
         }
 
@@ -164,6 +170,7 @@ class Holding:
                 {str(name): int(start) for name, start in data["starts"].items()},
                 {str(name): str(target) for name, target in data["aliases"].items()},
                 {str(name): str(kind) for name, kind in data["kinds"].items()},
+                {str(name): str(text) for name, text in data["texts"].items()},
                 int(data["version"]),
             )
             _check_places(holding, where)

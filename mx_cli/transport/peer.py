@@ -12,7 +12,7 @@ import xxhash
 from mx_cli.base.errors import IntegrityError, MxError, TransportFailed
 from mx_cli.base.oserrors import explain
 from mx_cli.engine.buffers import at_address
-from mx_cli.engine.ports import Block, Dest, Done, File, Host, Memory, ReadItem, SourceCaps
+from mx_cli.engine.ports import Block, Done, File, Host, Memory, ReadItem, SourceCaps
 from mx_cli.engine.threads import Flight, Threads
 from mx_cli.model.holding import HOST, Check, Holding
 from mx_cli.model.manifest import BLOCK
@@ -57,7 +57,7 @@ class PeerSource(Threads):
 
     @property
     def caps(self) -> SourceCaps:
-        return SourceCaps(self._path.window, ITEM, self.name)
+        return SourceCaps(self._path.window, ITEM, self.name, self._holding.blocks)
 
     def poll(self, timeout: float) -> list[Done]:
         news = super().poll(timeout)
@@ -94,28 +94,29 @@ class PeerSource(Threads):
             raise TransportFailed(f"{item.entry.path}: a peer's files have a size")
         if item.length == 0:
             return ()
-        if isinstance(dest, File):
-            return self._through_buffer(flight, dest, item.length)
-        memory = dest if isinstance(dest, Memory) else _memory_of(dest)
-        self._path.bring(item, memory, flight)
-        if memory.device == HOST:
-            self._verify(item, memory)
-        flight.moved = item.length
-        return (Block(item.offset, item.length, b""),) if isinstance(dest, Memory) else _blocks(item, dest.view)
+        if isinstance(dest, Memory):
+            self._path.bring(item, dest, flight)
+            if dest.device == HOST:
+                self._verify(item, dest)
+            flight.moved = item.length
+            return (Block(item.offset, item.length, b""),)
+        return tuple(
+            block
+            for at in range(0, item.length, ITEM)
+            for block in self._through_buffer(flight, dest, at, min(ITEM, item.length - at))
+        )
 
-    def _through_buffer(self, flight: Flight, dest: File, length: int) -> tuple[Block, ...]:
-        item = flight.item
+    def _through_buffer(self, flight: Flight, dest: File | Host, at: int, length: int) -> tuple[Block, ...]:
+        """One buffer's worth of an item, from its byte `at`: a path reads into memory that it has opened for it."""
+        item = ReadItem(flight.item.entry, flight.item.offset + at, length)
         address = self._path.buffer()
         try:
-            self._path.bring(item, Memory(((0, length, address),)), flight)
-            self._verify(item, Memory(((0, length, address),)))
+            memory = Memory(((0, length, address),))
+            self._path.bring(item, memory, flight)
+            self._verify(item, memory)
             view = at_address(address, length)
-            written = 0
-            while written < length:
-                written += os.pwrite(dest.fd, view[written:], dest.offset + written)
-            if dest.seen:
-                dest.seen(dest.offset, view)
-            flight.moved = length
+            _place(dest, at, view)
+            flight.moved += length
             return _blocks(item, view)
         finally:
             self._path.give_back(address)
@@ -143,11 +144,15 @@ class PeerSource(Threads):
         return IntegrityError(f"wrong bytes from {self.name} ({where}: expected {check.expected}, observed {found})")
 
 
-def _memory_of(dest: Dest) -> Memory:
-    assert isinstance(dest, Host)
-    import ctypes
-
-    return Memory(((0, len(dest.view), ctypes.addressof(ctypes.c_char.from_buffer(dest.view))),))
+def _place(dest: File | Host, at: int, view: memoryview) -> None:
+    if isinstance(dest, Host):
+        dest.view[at : at + len(view)] = view
+        return
+    written = 0
+    while written < len(view):
+        written += os.pwrite(dest.fd, view[written:], dest.offset + at + written)
+    if dest.seen:
+        dest.seen(dest.offset + at, view)
 
 
 def _blocks(item: ReadItem, view: memoryview) -> tuple[Block, ...]:

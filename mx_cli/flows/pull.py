@@ -1,0 +1,279 @@
+"""`mx pull`: the weights by the best route: from a peer, from the cache, from the origin."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mx_cli.base import units
+from mx_cli.base.errors import Incompatible, NoPeer, NotFound, UsageError
+from mx_cli.engine import route
+from mx_cli.engine.route import Attempt, Taken
+from mx_cli.flows.context import Context, is_immutable
+from mx_cli.flows.data_path import Wish
+from mx_cli.flows.fill import Filling
+from mx_cli.flows.hash import is_local
+from mx_cli.flows.hash_anything import hash_anything
+from mx_cli.flows.peer_supply import FromPeers
+from mx_cli.flows.peering import Peering
+from mx_cli.flows.prefetch import Prefetch
+from mx_cli.flows.pull_files import Pulled, pull_files
+from mx_cli.flows.request import Outcome, Request
+from mx_cli.flows.supply import FromOrigin
+from mx_cli.model import identity
+from mx_cli.model.holding import Holding
+from mx_cli.model.identity import kind_of
+from mx_cli.model.manifest import Manifest
+
+CHECKPOINT: tuple[str, dict[str, Any]] = ("checkpoint", {})
+
+
+@dataclass(frozen=True)
+class PullRequest:
+    """`model`: a URI, an identity, or a local model whose twin is wanted. `routes`: of route.NAMES, in order.
+
+    `origin`: the URI to fall back to for an identity. `to`: a directory to make instead of a snapshot in the cache.
+    """
+
+    model: str
+    wish: Wish = Wish()
+    revision: str | None = None
+    origin: str | None = None
+    to: Path | None = None
+    routes: tuple[str, ...] = route.NAMES
+
+
+@dataclass(frozen=True)
+class Sourced:
+    """One source of the bytes: an address (or `origin`), the path they came by, how many, and why by this path."""
+
+    address: str
+    path: str
+    bytes: int
+    reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class PullOutcome:
+    """The answer of `mx pull`."""
+
+    directory: Path
+    route: str
+    identity: str
+    attempts: tuple[Attempt, ...]
+    sources: tuple[Sourced, ...]
+    bytes_total: int
+    bytes_moved: int
+    seconds: float
+    files: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema": 1,
+            "dir": str(self.directory),
+            "route": self.route,
+            "identity": self.identity,
+            "routes": [attempt.to_json() for attempt in self.attempts],
+            "sources": [source.to_json() for source in self.sources],
+            "bytes_total": self.bytes_total,
+            "bytes_moved": self.bytes_moved,
+            "files": self.files,
+            "seconds": round(self.seconds, 3),
+        }
+
+    def summary(self) -> str:
+        """One line: where from, how much, how fast."""
+        rate = f" at {units.rate(self.bytes_moved / self.seconds)}" if self.bytes_moved and self.seconds else ""
+        ways = ", ".join(f"{source.address} by {source.path} {units.size(source.bytes)}" for source in self.sources)
+        moved = f"{units.size(self.bytes_moved)} moved{rate}"
+        return f"route {self.route}: {units.count(self.files, 'file')}, {moved}" + (f" ({ways})" if ways else "")
+
+
+def pull(request: PullRequest, context: Context, own: str = "") -> PullOutcome:
+    """Blocks until the weights are there, whole and verified. Idempotent for the cache; `to` must not hold other files.
+
+    `own`: the generation of this process's own peer. Raises NoPeer, Incompatible and whatever the last route raised; a
+    target that was not completed is left as it was.
+    """
+    run = Pull(request, context, own)
+    try:
+        return run.run()
+    finally:
+        run.leave()
+
+
+class Pull:
+    """One run; see `pull`. After it `leave` gives the grants back. `holding` is what peers gave, None by another route."""
+
+    def __init__(self, request: PullRequest, context: Context, own: str = "") -> None:
+        self._request, self._context, self._own = request, context, own
+        self._wait = context.settings.wait or 0.0
+        self._peering: Peering | None = None
+        self.holding: Holding | None = None
+        request.wish.check()
+        unknown = [name for name in request.routes if name not in route.NAMES]
+        if unknown or not request.routes:
+            raise UsageError(f"--route: not of {', '.join(route.NAMES)}: {', '.join(unknown) or 'nothing'}")
+        self._uri = "" if kind_of(request.model) or is_local(request.model) else request.model
+        if kind_of(request.model) == "config":
+            raise UsageError(f"{request.model} identifies a configuration, no weights", hint="mx hash MODEL")
+        if request.revision is not None and not self._uri:
+            raise UsageError("--revision is for a URI")
+        if request.origin and self._uri:
+            raise UsageError("--origin is for an identity: the URI is the origin")
+
+    def run(self) -> PullOutcome:
+        takers: Mapping[str, Callable[[], Taken[PullOutcome]]] = {
+            "peer": self._from_peer,
+            "cache": self._from_cache,
+            "origin": self._from_origin,
+        }
+        chosen = [(name, takers[name]) for name in self._request.routes if name != "origin" or self._origin_uri]
+        outcome, attempts = route.first(chosen, self._say)
+        return dataclasses.replace(outcome, attempts=tuple(attempts))
+
+    def _say(self, attempt: Attempt) -> None:
+        verb = "taken" if attempt.taken else "not taken"
+        self._context.notice(f"route {attempt.route} {verb}: {attempt.reason}")
+
+    @property
+    def _origin_uri(self) -> str:
+        return self._uri or self._request.origin or ""
+
+    # -- peer ----------------------------------------------------------------------------------------------------
+
+    def _from_peer(self) -> Taken[PullOutcome]:
+        peering = self._peering = Peering(self._context, self._wanted(), self._request.wish, self._own)
+        try:
+            group = peering.find(self._wait)
+            matched = group.peers[0].matched
+            kind = kind_of(matched)
+            reason = f"{units.count(len(group.peers), 'peer')} with the same {kind} identity {matched}"
+            if self._request.to:
+                pulled = pull_files(peering, self._request.to, self._context, self._wait)
+                self.holding = group.holding
+                return Taken(self._outcome(pulled, matched), reason)
+            manifest = group.holding.manifest
+            if not manifest.uri or not manifest.revision:
+                raise UsageError(f"{matched} has no origin that the cache could keep it under", hint="--to DIR")
+            return Taken(self._into_cache(peering, manifest, matched), reason)
+        except BaseException:
+            self.leave()
+            raise
+
+    def leave(self, serving: str = "", verified: int = 0) -> None:
+        """Give grants back. `serving`: where this process offers the `verified` bytes itself from now on. Idempotent."""
+        if self._peering:
+            self._peering.close(serving, verified)
+            self._peering = None
+
+    def _wanted(self) -> list[str]:
+        request, context = self._request, self._context
+        if kind_of(request.model):
+            return [request.model]
+        if not self._uri:
+            found = hash_anything(
+                request.model, context, layout=CHECKPOINT, kind=None, content=True, revision=None, verify=False
+            )
+            return [one.id for one in found.identities if one.kind != "config"]
+        origin = context.origin(self._uri)
+        try:
+            revision = request.revision or origin.revision
+            if not is_immutable(origin.uri, revision):
+                if context.settings.offline:
+                    raise NoPeer("the revision is not known without the origin", hint="give URI@revision")
+                revision = origin.listing(revision or None, context.stop).revision
+            if not revision:
+                raise NoPeer(f"{origin.uri} has no immutable revision that a peer could match")
+            return [identity.of_origin(origin.uri, revision).id]
+        finally:
+            origin.close()
+
+    def _into_cache(self, peering: Peering, manifest: Manifest, matched: str) -> PullOutcome:
+        request = Request(manifest.uri, revision=manifest.revision)
+        supply = FromPeers(self._context, manifest.uri, manifest.revision, peering, None, self._wait)
+        outcome = Prefetch(request, self._context, supply).run()
+        sources = tuple(
+            Sourced(peer.address, peer.path, supply.bytes_of(peer.address), peer.reason)
+            for peer in (peering.group.peers if peering.group else ())
+            if peer.path
+        )
+        return self._cached(outcome, "peer" if supply.from_peers else "cache", matched, sources)
+
+    def _outcome(self, pulled: Pulled, matched: str) -> PullOutcome:
+        sources = tuple(Sourced(*row) for row in pulled.sources)
+        return PullOutcome(
+            pulled.directory, "peer", matched, (), sources, pulled.bytes, pulled.moved, pulled.seconds, pulled.files
+        )
+
+    # -- cache and origin ----------------------------------------------------------------------------------------
+
+    def _from_cache(self) -> Taken[PullOutcome]:
+        if self._uri:
+            outcome = self._prefetch(self._uri, self._request.revision, offline=True)
+            return Taken(self._cached(outcome, "cache", self._first(outcome)), "a complete snapshot is there")
+        found = self._snapshot()
+        outcome = self._prefetch(found.uri, found.revision, offline=True)
+        return Taken(self._cached(outcome, "cache", self._first(outcome)), "a snapshot has the identity")
+
+    def _snapshot(self) -> Manifest:
+        wanted = set(self._wanted())
+        for model in self._context.cache().all_models():
+            snapshots = self._context.snapshots(model)
+            for manifest in snapshots.everything():
+                if wanted & set(manifest.identity.values()) and not snapshots.missing(manifest):
+                    return manifest
+        raise NotFound(f"no snapshot in the cache has the identity {' or '.join(sorted(wanted))}", hint="mx cache ls")
+
+    def _from_origin(self) -> Taken[PullOutcome]:
+        outcome = self._prefetch(self._origin_uri, self._request.revision, offline=False)
+        if not self._uri and not set(self._wanted()) & set(outcome.identity.values()):
+            raise Incompatible(
+                f"{self._origin_uri} holds other weights ({self._first(outcome)}, expected {self._request.model})",
+                hint="mx hash MODEL --diff OTHER names what differs",
+            )
+        # What another process fetched meanwhile, or what was there, came out of the cache in the end.
+        how = "fetched" if outcome.role == "leader" else f"as {outcome.role}"
+        return Taken(self._cached(outcome, "origin", self._first(outcome)), f"{self._origin_uri}, {how}")
+
+    def _prefetch(self, uri: str, revision: str | None, *, offline: bool) -> Outcome:
+        context = self._context
+        if offline:
+            settings = dataclasses.replace(context.settings, offline=True)
+            context = dataclasses.replace(context, resolved=dataclasses.replace(context.resolved, settings=settings))
+        request = Request(uri, revision=revision)
+        outcome = Prefetch(request, context, FromOrigin(context.origin(uri), context.settings)).run()
+        if self._request.to:
+            self._fill(outcome)
+        return outcome
+
+    def _fill(self, outcome: Outcome) -> None:
+        model = self._context.cache().model(outcome.uri)
+        snapshots = self._context.snapshots(model)
+        assert self._request.to is not None
+        for manifest in snapshots.of(outcome.revision):
+            if model.snapshot(manifest.directory) == outcome.directory:
+                Filling(self._context, outcome.directory, list(manifest.files), self._request.to).run()
+                return
+
+    def _first(self, outcome: Outcome) -> str:
+        return next((one for one in (outcome.identity.get("content"), outcome.identity.get("origin")) if one), "")
+
+    def _cached(self, outcome: Outcome, name: str, matched: str, sources: tuple[Sourced, ...] = ()) -> PullOutcome:
+        return PullOutcome(
+            directory=self._request.to or outcome.directory,
+            route=name,
+            identity=matched,
+            attempts=(),
+            sources=sources,
+            bytes_total=outcome.bytes_total,
+            bytes_moved=outcome.bytes_fetched,
+            seconds=sum(outcome.clock.phases().values()),
+            files=outcome.files,
+        )
