@@ -353,7 +353,10 @@ def _make(api: Any, name: str, variables: Mapping[str, str]) -> Any:
             return getattr(bindings, key)
 
     with nixl_env.environment(variables):
-        config = api.nixl_agent_config(backends=[], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)
+        # Calls come one at a time, see `Agent`; NIXL before 1.1 leaves it at that.
+        modes = getattr(api, "nixl_thread_sync_t", None)
+        strict = {"sync_mode": modes.NIXL_THREAD_SYNC_STRICT} if modes else {}
+        config = api.nixl_agent_config(backends=[], **strict)
         # NIXL's Python class leaves no choice of the progress thread's delay. Others in this process keep theirs.
         api.nixlBind = Bindings()
         try:

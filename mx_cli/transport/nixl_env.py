@@ -202,7 +202,7 @@ def _build() -> str:
 
 def version() -> str:
     """NIXL's version, "" when it is not installed."""
-    for distribution in ("nixl", *_BUILDS):
+    for distribution in (*_BUILDS, "nixl"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(distribution)
     return ""

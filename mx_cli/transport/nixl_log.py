@@ -9,7 +9,7 @@ import re
 _PREFIX = re.compile(r"^\[[^]]*\] \[[^]]*\]\s+", re.MULTILINE)
 _REASON = re.compile(r"UCX +(?:ERROR|FATAL) +(.*)")
 _READ = "remote memory read"
-_RANGE = re.compile(r"(\d+)(?:\.\.(\w+))?")
+_NUMBER = re.compile(r"\d+[KMG]?", re.ASCII)
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _TAIL = 1 << 20
 
@@ -52,25 +52,25 @@ def path_of_reads(text: str, size: int) -> str:
 
     "" when the log has no such table.
     """
-    found, reading, tables = "", False, False
+    found, of_peer, reading = "", False, False
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        if len(cells) == 1 and " cfg#" in line:
-            reading, tables = False, " self cfg#" not in line
-        elif len(cells) == 1 and _READ in line:
-            reading = tables
+        if " cfg#" in line:
+            of_peer, reading = " self cfg#" not in line, False
+        if _READ in line:
+            reading = of_peer
         elif reading and len(cells) == 3 and _covers(cells[0], size):
             description, transport = cells[1], cells[2]
-            found = transport if "zero-copy" in description else f"{transport} ({description})"
+            found = transport if description == "zero-copy" else f"{transport} ({description})"
     return found
 
 
 def _covers(cell: str, size: int) -> bool:
-    match = _RANGE.fullmatch(cell)
-    if match is None:
+    first, _, last = cell.partition("..")
+    if not _NUMBER.fullmatch(first) or not (last in ("", "inf") or _NUMBER.fullmatch(last)):
         return False
-    last = match[2] or match[1]
-    if last == "inf":
-        return int(match[1]) <= size
-    unit = _UNITS.get(last[-1], 1)
-    return last.rstrip("KMG").isdecimal() and int(match[1]) <= size <= int(last.rstrip("KMG")) * unit
+    return _bytes(first) <= size and (last == "inf" or size <= _bytes(last or first))
+
+
+def _bytes(number: str) -> int:
+    return int(number.rstrip("KMG")) * _UNITS.get(number[-1], 1)
