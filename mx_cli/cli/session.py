@@ -157,6 +157,7 @@ class Session:
     def prepare_exec(self) -> None:
         """Before another program takes this process over. Raises FinishedWithWarnings when --strict refuses them."""
         self._check_warnings()
+        _leave_peers()
         self._termination(self._answered)
         # What the caller ignored stays ignored. Python ignores the last two by itself, and programs would inherit that.
         for signum, found in (self._found | dict.fromkeys((signal.SIGPIPE, signal.SIGXFSZ))).items():
@@ -293,8 +294,16 @@ def open_streams() -> None:
             setattr(sys, name, os.fdopen(fd, mode, closefd=False))
 
 
+def _leave_peers() -> None:
+    """A reader that vanishes can leave a peer useless for others. Who never met one does not load what leaves."""
+    transport = sys.modules.get("mx_cli.transport.nixl")
+    if transport is not None:
+        transport.leave()
+
+
 def finish(code: int) -> None:
     """End the process now: threads that wait for a connection that hangs must not hold it up."""
+    _leave_peers()
     try:
         sys.stdout.flush()
     except (OSError, ValueError):

@@ -33,6 +33,8 @@ __all__ = ["Agent", "Network", "Probe", "Read", "leave", "missing", "probe", "ro
 BLOB_LIMIT = 64 << 20
 LIMIT = 30.0
 """Seconds that `destroy` waits for a call that is still inside NIXL."""
+LEAVE = 0.5
+"""The same for each agent when the process ends."""
 WHY = "UCX_LOG_LEVEL=info NIXL_LOG_LEVEL=info shows what UCX says"
 
 _HEAD = b"nixlSerDes|Agent"
@@ -141,14 +143,14 @@ class Agent:
         self._call(made.what, lambda nixl: made._prepare(nixl, name, (local, remote), kinds))
         return made
 
-    def destroy(self) -> None:
+    def destroy(self, limit: float = LIMIT) -> None:
         """Disconnect from all peers and free everything. Afterwards nothing lands in registered memory any more.
 
         It is the only way to end a read that is under way (20 ms). Idempotent. Raises TransportFailed when the agent cannot
-        be destroyed, since another thread has been inside NIXL for 30 s: then the memory must not be used again.
+        be destroyed, since another thread has been inside NIXL for `limit` s: then the memory must not be used again.
         """
-        if not self._lock.acquire(timeout=LIMIT):
-            raise TransportFailed(f"NIXL agent {self.name} does not end (a call has been blocked for {LIMIT:g} s)")
+        if not self._lock.acquire(timeout=limit):
+            raise TransportFailed(f"NIXL agent {self.name} does not end (a call has been blocked for {limit:g} s)")
         try:
             self._destroyed = True
             if self._nixl is None:
@@ -320,7 +322,7 @@ def leave() -> None:
     """
     for agent in list(_agents):
         with contextlib.suppress(TransportFailed):
-            agent.destroy()
+            agent.destroy(LEAVE)
 
 
 def _check(blob: bytes, name: str, digest: str) -> None:
