@@ -221,7 +221,7 @@ class _Eviction:
         self._unlink(debris)
         self._unlink(self._staging / name for name in listed if name.startswith("journal."))
         for trash in trashes:
-            self._unlink(trash / name for name in sorted(names(trash)) if is_manifest(name))
+            self._unlink(path for path in walk(trash) if path.parent == trash and is_manifest(path.name))
             _remove_empty(trash)
 
     def _is_old(self, name: str) -> bool:

@@ -129,6 +129,8 @@ def _manifests(directory: Path) -> tuple[list[Manifest], list[str], str]:
         except UsageError:
             unread.append(name)
             sealed = "a newer mx wrote it"
+        except IsADirectoryError:
+            unread.append(name)
         except OSError as error:
             unread.append(name)
             sealed = f"its manifest cannot be read now ({error.strerror})"

@@ -214,13 +214,21 @@ class Cache:
         self._share_with_group()
 
     def _check_format(self) -> None:
+        if self.root.exists() and not self.root.is_dir():
+            raise FilesystemRefused(f"the cache {self.root} is not a directory", hint="choose another --cache-dir")
         data = read_json(self.root / "format")
-        if isinstance(data, dict) and int(data.get("reads_need", 1)) > FORMAT:
+        needs = [data.get(name, FORMAT) if isinstance(data, dict) else FORMAT for name in ("reads_need", "writes_need")]
+        if not all(isinstance(need, int) for need in needs):
+            raise FilesystemRefused(
+                f"{self.root / 'format'} is damaged (observed {data})", hint="remove that file: mx writes it anew"
+            )
+        reads, writes = needs
+        if reads > FORMAT:
             raise UsageError(
                 f"the cache {self.root} has a newer format ({data.get('format')}, known {FORMAT})",
                 hint="use the newer mx, or another --cache-dir",
             )
-        self.writable_format = not isinstance(data, dict) or int(data.get("writes_need", 1)) <= FORMAT
+        self.writable_format = writes <= FORMAT
 
     def prepare(self) -> None:
         """Create what a cache root needs. Idempotent; raises FilesystemRefused."""

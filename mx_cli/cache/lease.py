@@ -15,7 +15,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,10 +70,20 @@ def whoami(node: str, namespace: str) -> dict[str, Any]:
 class Lease:
     """The lease directory of one revision."""
 
-    def __init__(self, path: Path, node: str = "", namespace: str = "", patience: float = 0.0) -> None:
-        """`patience`: seconds for which a name seen in a listing may be hidden from look-ups."""
+    def __init__(
+        self,
+        path: Path,
+        node: str = "",
+        namespace: str = "",
+        patience: float = 0.0,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """`patience`: seconds for which a name seen in a listing may be hidden from look-ups.
+
+        `pause` waits in the meantime, and may raise to stop.
+        """
         self.path = path
-        self._patience = patience
+        self._patience, self._pause = patience, pause
         self._me = {"node": node, "namespace": namespace}
         self._token = ""
         self._lock_fd = -1
@@ -164,8 +174,13 @@ class Lease:
         except OSError as error:
             raise explain(error, f"creating {target}") from None
         try:
-            os.write(fd, data)
+            view = memoryview(data)
+            while view:
+                view = view[os.write(fd, view) :]
         except OSError as error:
+            # Nobody leads a term whose record says nothing: the next claim may have it.
+            with contextlib.suppress(OSError):
+                os.unlink(target)
             raise explain(error, f"writing {target}") from None
         finally:
             os.close(fd)
@@ -259,7 +274,7 @@ class Lease:
         """The record; blocks for the patience while look-ups hide what a listing shows."""
         path = self.path / f"failed.{term}"
         with contextlib.suppress(OSError):
-            seen(lambda: os.stat(path), self._patience, within=self.path)
+            seen(lambda: os.stat(path), self._patience, within=self.path, pause=self._pause)
         data = read_json(path)
         return data if isinstance(data, dict) else {}
 

@@ -71,8 +71,11 @@ class Context:
         return Cache(Path(base) / "mx", chosen=False)
 
     def lease(self, model: Model, revision: str) -> Lease:
+        return self.lease_at(model.lease(revision))
+
+    def lease_at(self, directory: Path) -> Lease:
         settings = self.settings
-        return Lease(model.lease(revision), settings.node_name or "", settings.namespace or "", settings.visibility)
+        return Lease(directory, settings.node_name or "", settings.namespace or "", settings.visibility, self.stop.wait)
 
     def snapshots(self, model: Model) -> Snapshots:
         return Snapshots(model, self.settings.visibility, self.stop.wait)

@@ -3,7 +3,7 @@
 A file is recognised by device, inode, size, mtime and ctime in nanoseconds. Files that changed within the last two
 seconds are not remembered: a second change could fall on the same time stamp.
 
-    <folder>/digests/<32 hex of the file's key>.json    {"format", "key", "rows"}: one for each weight file
+    <folder>/digests/<user id>/<32 hex of the file's key>.json    {"format", "key", "rows"}: one for each weight file
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class DigestMemory:
     """
 
     def __init__(self, folder: Path, *, forgetful: bool = False, clock: Callable[[], float] = time.time) -> None:
-        self._folder = folder / "digests"
+        # Entries of others are not believed, so each user of a shared cache has its own.
+        self._folder = folder / "digests" / str(os.geteuid())
         self._forgetful = forgetful
         self._clock = clock
 
@@ -61,7 +62,8 @@ class DigestMemory:
         fresh = final.with_suffix(f".{os.getpid()}.tmp")
         document = {"format": FORMAT, "key": key, "rows": [row.to_json() for row in rows]}
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._folder.parent.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(mode=0o700, exist_ok=True)
             fresh.write_bytes(canonical.dumps(document))
             fresh.replace(final)
             self._forget()

@@ -87,9 +87,8 @@ class Filling:
 
     def _elect(self) -> None:
         """Copy, or wait for whoever does."""
-        settings = self._context.settings
-        lease = Lease(self._directory / LEASE, settings.node_name or "", settings.namespace or "", settings.visibility)
-        watch, following = Watch(lease, settings.ttl), 0
+        lease = self._context.lease_at(self._directory / LEASE)
+        watch, following = Watch(lease, self._context.settings.ttl), 0
         while True:
             self._context.stop.check()
             view, vacant = watch.look(), watch.vacant()

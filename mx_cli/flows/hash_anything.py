@@ -37,7 +37,7 @@ def hash_anything(
         kind=kind,
         content=content,
         revision=revision,
-        memory=cache.root / "digests" if is_local(model) else None,
+        memory=cache.root if is_local(model) else None,
         verify=verify,
         known_rows=known_rows(manifest) if manifest else None,
         known_origin=origin,

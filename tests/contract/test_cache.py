@@ -215,6 +215,17 @@ def test_disk_troubles(faults: dict[str, str], code: int, mx: Mx, hub: servers.H
     cachecheck.check_clean(mx.cache)
 
 
+@capability("gcc")
+def test_a_claim_without_room_leaves_no_record(mx: Mx, hub: servers.Hub, fault_env: Faults) -> None:
+    """Where links do not exist, the record is written under its name: an empty one would hold the term until the TTL."""
+    leases = staging(mx, hub).parent / "lease"
+    sha = hub.commit(checkpoint_files(1, MIB))
+    full = fault_env(leases, LINK="EPERM", WRITE="ENOSPC", WRITE_AFTER="1")
+    mx("prefetch", hub.uri, env=hub.env | full).exits(15)
+    assert not list((leases / sha).glob("lead.*"))
+    assert "leading term 1" in mx("prefetch", hub.uri, env=hub.env).ok().err
+
+
 def _weights(mx: Mx, right: dict[str, str]) -> list[tuple[str, str]]:
     """The large files of the new revision that have their final names."""
     found = list(mx.cache.glob("models/*/snapshots/*/model-0*"))

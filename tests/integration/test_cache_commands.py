@@ -121,6 +121,34 @@ def test_a_manifest_that_is_none_is_damage(mx: Mx, hub: Hub) -> None:
     mx("cache", "rm", hub.uri, "--yes", "--force").exits(2)
 
 
+def test_a_directory_where_a_manifest_belongs_is_removed(mx: Mx, hub: Hub) -> None:
+    sha = fetch(mx, hub)
+    (path,) = (model_dir(mx.cache) / "manifests" / sha).iterdir()
+    path.unlink()
+    (path / "deep").mkdir(parents=True)
+    (path / "deep" / "file").write_bytes(b"x")
+    assert "not a manifest" in mx("cache", "verify").exits(16).err
+    mx("cache", "rm", hub.uri, "--yes").ok()
+    assert not list((model_dir(mx.cache) / "manifests").glob("*/*"))
+    assert leftovers(mx.cache) == []
+    mx("prefetch", hub.uri, env=hub.env).ok()
+
+
+@pytest.mark.parametrize("command", [("cache", "du"), ("cache", "ls"), ("status",), ("prefetch", "/x")], ids=" ".join)
+def test_a_cache_that_is_a_file(command: tuple[str, ...], mx: Mx, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    assert "is not a directory" in mx(*command, "--cache-dir", tmp_path / "file").exits(21).err
+
+
+@pytest.mark.parametrize("needs", ['"x"', "null", "[1]", "1.5"])
+def test_a_format_that_says_nothing(needs: str, mx: Mx) -> None:
+    mx.cache.mkdir(parents=True)
+    (mx.cache / "format").write_text(f'{{"format":1,"reads_need":{needs}}}')
+    assert "format is damaged" in mx("cache", "du").exits(21).err
+    (mx.cache / "format").write_text('{"format":9,"reads_need":9}')
+    assert "newer format" in mx("cache", "du").exits(2).err
+
+
 def test_du_counts_shared_files_once(mx: Mx, hub: Hub) -> None:
     fetch(mx, hub)
     before = mx("cache", "du", "--json").ok().json()["disk"]

@@ -107,6 +107,24 @@ def test_the_command_gets_the_umask_of_its_caller(volume: Path, mx: Mx, hub: ser
 
 
 @capability("root", "setpriv")
+def test_each_user_remembers_digests(
+    volume: Path, mx: Mx, tmp_path: Path, fault_env: Callable[..., dict[str, str]]
+) -> None:
+    (tmp_path / "model").mkdir(mode=0o755)
+    for name, data in FILES.items():
+        (tmp_path / "model" / name).write_bytes(data)
+    # What changed within the last two seconds is not remembered.
+    env = {"MX_CACHE_DIR": str(volume), "HOME": "/nonexistent"} | fault_env(tmp_path / "none", CLOCK=10)
+    for uid in (1000, 2000):
+        read = [
+            mx("hash", tmp_path / "model", "--json", env=env, prefix=user(uid, 3000)).ok().json()["bytes_read"]
+            for _ in range(2)
+        ]
+        assert read[0] > 0
+        assert read[1] == 0
+
+
+@capability("root", "setpriv")
 def test_a_volume_that_is_not_ours(tmp_path: Path, mx: Mx, hub: servers.Hub) -> None:
     """P-48 fsgroup-ignored: named before anything is asked of the origin."""
     hub.commit(FILES)

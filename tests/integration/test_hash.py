@@ -312,7 +312,7 @@ def test_memory_is_careful(tmp_path: Path) -> None:
     renamed = memory.recall("sub/y.gguf", path.stat())
     assert renamed is not None
     assert renamed[0].name == "sub/y.gguf"
-    entry = next((tmp_path / "memory" / "digests").iterdir())
+    entry = next((tmp_path / "memory" / "digests" / str(os.geteuid())).iterdir())
     for damage in (
         b"",
         b"[]",
@@ -328,7 +328,7 @@ def test_memory_is_careful(tmp_path: Path) -> None:
 
 
 def test_memory_forgets_the_oldest(tmp_path: Path) -> None:
-    folder = tmp_path / "memory" / "digests"
+    folder = tmp_path / "memory" / "digests" / str(os.geteuid())
     folder.mkdir(parents=True)
     for number in range(KEPT):
         (folder / f"{number}.json").touch()

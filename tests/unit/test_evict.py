@@ -14,7 +14,7 @@ from mx_cli.base.cancel import Stop
 from mx_cli.base.errors import FilesystemRefused
 from mx_cli.cache.evict import Evictor, Policy, free_leases, unpin
 from mx_cli.cache.follow import Watch
-from mx_cli.cache.inventory import DAY, Revision, disk_use, freed, lease_name, read_revision, resumable, revisions
+from mx_cli.cache.inventory import DAY, Revision, disk_use, freed, read_revision, resumable, revisions
 from mx_cli.cache.journal import Claim, Journal
 from mx_cli.cache.layout import Cache, Model, part_id
 from mx_cli.cache.lease import Lease
@@ -46,7 +46,7 @@ def publish(model: Model, revision: str, files: dict[str, bytes], selection: str
 
 
 def lease_of(model: Model, revision: str) -> tuple[Lease, Watch]:
-    lease = Lease(model.lease(lease_name(revision)))
+    lease = Lease(model.lease(revision))
     return lease, Watch(lease, TTL)
 
 
