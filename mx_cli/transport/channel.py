@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import socket
 import ssl
 from collections.abc import Mapping
-from typing import Any
 
 from mx_cli.base.address import split_address
 from mx_cli.base.errors import AccessDenied, TransportFailed, Unreachable
@@ -166,17 +164,6 @@ class NotThere(Unreachable):
 
 class Silent(Unreachable):
     """No byte for as long as one has patience."""
-
-
-def parse_json(data: bytes, place: str) -> dict[str, Any]:
-    """An answer's object. Raises TransportFailed."""
-    try:
-        value = json.loads(data)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise TransportFailed(f"{place}: the answer is not what a peer says")
-    return value
 
 
 def _say(error: Exception) -> str:

@@ -8,7 +8,6 @@ import secrets as random
 import ssl
 import threading
 import time
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,6 @@ from urllib.parse import quote, urlencode
 
 from mx_cli.base.errors import (
     AccessDenied,
-    Incompatible,
     MxError,
     NotFound,
     TransportFailed,
@@ -25,7 +23,8 @@ from mx_cli.base.errors import (
 )
 from mx_cli.model.holding import Holding
 from mx_cli.transport import secret
-from mx_cli.transport.channel import Channel, NotThere, Silent, parse_json
+from mx_cli.transport.answers import SECRET_HINT, bytes_of, explain, parse_json, read_answer, text_of, unzip
+from mx_cli.transport.channel import Channel, NotThere, Silent
 from mx_cli.transport.protocol import FILES, GRANT_HEADER, GRANTS, HELLO, MANIFEST, NONCE, POLL, PROTO, SESSION, SOURCE
 
 _STRANGER_LIMIT = 64 << 10
@@ -34,8 +33,6 @@ _HOLDING_LIMIT = 256 << 20
 _FAREWELL = 5.0
 _BEATS = 6
 QUEUED = 202
-
-SECRET_HINT = "both sides need the same --peer-token-file; on one host without it, the same user and $XDG_RUNTIME_DIR"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,53 +73,22 @@ def dial(
 def _shake_hands(channel: Channel, place: str, offered: bytes) -> tuple[str, str]:
     nonce = random.token_bytes(NONCE)
     hello = _call(channel, "POST", HELLO, {"proto": list(PROTO), "nonce": nonce.hex()})
-    generation, server_nonce = _text(hello, "generation", place), _bytes(hello, "nonce", place)
+    generation, server_nonce = text_of(hello, "generation", place), bytes_of(hello, "nonce", place)
     fields = (channel.certificate, nonce, server_nonce, generation)
     own = secret.proof(offered, secret.CLIENT, *fields)
     body = {"proto": PROTO[1], "nonce": nonce.hex(), "server_nonce": server_nonce.hex(), "proof": own.hex()}
     session = _call(channel, "POST", SESSION, body)
-    if not secret.equal(_bytes(session, "proof", place), secret.proof(offered, secret.SERVER, *fields)):
+    if not secret.equal(bytes_of(session, "proof", place), secret.proof(offered, secret.SERVER, *fields)):
         raise AccessDenied(
             f"{place} does not prove that it knows the secret (is it relayed, with another certificate?)",
             hint=SECRET_HINT,
         )
-    return generation, _text(session, "token", place)
+    return generation, text_of(session, "token", place)
 
 
 def _call(channel: Channel, method: str, target: str, body: Mapping[str, Any]) -> dict[str, Any]:
     status = channel.ask(method, target, {}, json.dumps(body).encode())
-    return _answer(channel, status, _STRANGER_LIMIT)
-
-
-def _answer(channel: Channel, status: int, limit: int) -> dict[str, Any]:
-    """The object that the peer answered, and the `status`. Raises what the peer says is wrong."""
-    said = channel.body(limit)
-    if status >= 300:
-        raise _explain(status, said, channel.place)
-    return {**parse_json(said, channel.place), "status": status}
-
-
-def _explain(status: int, said: bytes, place: str) -> MxError:
-    try:
-        told = parse_json(said, place).get("error")
-    except TransportFailed:
-        told = None
-    text = str(told.get("message", "")) if isinstance(told, dict) else ""
-    what = f"{place}: {text or f'answered with status {status}'}"
-    match status:
-        case 401:
-            return TransportFailed(f"{place}: the session has ended (the peer left, or was restarted)")
-        case 403:
-            return AccessDenied(
-                f"{place} refuses the secret (another one there, or something between ends TLS)", hint=SECRET_HINT
-            )
-        case 404:
-            return NotFound(what)
-        case 426:
-            return Incompatible(what, hint="use the same release of mx on both sides")
-        case 503:
-            return Unreachable(what, retry_after=1.0)
-    return TransportFailed(what)
+    return read_answer(channel, status, _STRANGER_LIMIT)
 
 
 class Session:
@@ -147,6 +113,7 @@ class Session:
         self._stall_timeout = stall_timeout
         self._lock = threading.Lock()
         self._idle = [channel]
+        self._busy: set[Channel] = set()
         self._ticket = ""
         self._closed = False
 
@@ -160,10 +127,10 @@ class Session:
         try:
             data = channel.body(_HOLDING_LIMIT)
         finally:
-            self._give_back(channel)
+            self.give_back(channel)
         if status >= 300:
-            raise _explain(status, data, self.address)
-        return Holding.from_json(parse_json(_unzip(data, self.address), self.address), self.address)
+            raise explain(status, data, self.address)
+        return Holding.from_json(parse_json(unzip(data, self.address, _HOLDING_LIMIT), self.address), self.address)
 
     def grant(self, reader: Mapping[str, Any]) -> Grant | Queued:
         """Ask for a slot, telling about this `reader` (host, pid, boot id, address if it serves). Blocks, but not for a slot.
@@ -173,7 +140,7 @@ class Session:
         """
         answer = self.call("POST", GRANTS, {"proto": PROTO[1], "reader": dict(reader), "ticket": self._ticket})
         if answer["status"] == QUEUED:
-            self._ticket = _text(answer, "ticket", self.address)
+            self._ticket = text_of(answer, "ticket", self.address)
             better = tuple(str(place) for place in answer.get("better", ()))
             return Queued(int(answer.get("position", 0)), better, float(answer.get("retry_after", POLL)))
         self._ticket = ""
@@ -188,8 +155,8 @@ class Session:
         try:
             said = channel.body(_STRANGER_LIMIT) if status != 200 else b""
         finally:
-            channel.free()
-        raise _explain(status, said, self.address)
+            self.give_back(channel)
+        raise explain(status, said, self.address)
 
     def call(
         self, method: str, target: str, body: Mapping[str, Any] | None = None, patience: float | None = None
@@ -201,9 +168,9 @@ class Session:
         data = None if body is None else json.dumps(body).encode()
         channel, status = self._ask(method, target, {}, data, patience)
         try:
-            return _answer(channel, status, _ANSWER_LIMIT)
+            return read_answer(channel, status, _ANSWER_LIMIT)
         finally:
-            self._give_back(channel)
+            self.give_back(channel)
 
     def _ask(
         self,
@@ -221,12 +188,13 @@ class Session:
             try:
                 return channel, channel.ask(method, target, {**headers, "Authorization": f"Bearer {self._token}"}, body)
             except Unreachable as error:
-                channel.free()
+                interrupted = channel.closed
+                self.give_back(channel)
                 # The peer may have closed what was idle for long; who is silent would be so again.
-                if not was_idle or isinstance(error, Silent):
+                if not was_idle or interrupted or isinstance(error, Silent):
                     raise
             except BaseException:
-                channel.free()
+                self.give_back(channel)
                 raise
 
     def _take(self) -> Channel:
@@ -234,20 +202,33 @@ class Session:
             if self._closed:
                 raise TransportFailed(f"{self.address}: the session is closed")
             if self._idle:
-                return self._idle.pop()
+                channel = self._idle.pop()
+                self._busy.add(channel)
+                return channel
         channel = Channel.dial(self.address, self._context, self._connect_timeout)
         # Before the token is shown: who took over the address is not who proved to know the secret.
         if channel.certificate != self._certificate:
             channel.free()
             raise TransportFailed(f"{self.address}: another process answers there now (the peer was restarted)")
+        self._busy.add(channel)
         return channel
 
-    def _give_back(self, channel: Channel) -> None:
+    def give_back(self, channel: Channel) -> None:
+        """Keep the connection for another request if its answer was read to the end, else close it."""
         with self._lock:
+            self._busy.discard(channel)
             if channel.reusable and not self._closed:
                 self._idle.append(channel)
                 return
         channel.free()
+
+    def interrupt(self) -> None:
+        """Break off the requests and streams under way: they raise Unreachable. Later ones work.
+
+        From any thread or a signal handler; does not block. Idempotent.
+        """
+        for channel in list(self._busy):
+            channel.close()
 
     def close(self) -> None:
         """Leave the queue and close idle connections. Idempotent; blocks for some seconds at most."""
@@ -266,18 +247,19 @@ class Session:
 class Grant:
     """The right to read a peer, kept alive by a thread of its own until `release`. Thread-safe.
 
-    `access` is what the peer gave: `paths`, and `nixl` where that is one of them.
+    `access` is what the peer gave: `paths`, and `nixl` where that is one of them. `failure` says why the grant is gone
+    (the peer died, fell silent or ended it), None while it holds.
     """
 
     def __init__(self, session: Session, answer: Mapping[str, Any]) -> None:
-        self.id = _text(answer, "grant", session.address)
+        self.id = text_of(answer, "grant", session.address)
         self.access = answer
         self.version = -1
         self.state = ""
         self.better: tuple[str, ...] = ()
         self._session = session
         self._ttl = float(answer.get("ttl", 30.0))
-        self._failure: MxError | None = None
+        self.failure: MxError | None = None
         self._told: dict[str, Any] = {}
         self._ended = threading.Event()
         self._learn(answer)
@@ -286,17 +268,12 @@ class Grant:
     @property
     def alive(self) -> bool:
         """Whether the peer still knows of this reader, as far as can be seen."""
-        return self._failure is None and not self._ended.is_set()
-
-    @property
-    def failure(self) -> MxError | None:
-        """Why the grant is gone; None while it holds."""
-        return self._failure
+        return self.failure is None and not self._ended.is_set()
 
     def raise_failure(self) -> None:
         """Raise TransportFailed when the peer is gone, or ended the grant."""
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
 
     def tell(self, serving: str, verified: int) -> None:
         """Say with the next beat that `verified` bytes were, and are served at `serving` (HOST:PORT). Does not block."""
@@ -324,7 +301,7 @@ class Grant:
                 patient = isinstance(error, Unreachable) and not isinstance(error, NotThere)
                 if patient and time.monotonic() - heard < self._ttl / 2:
                     continue
-                self._failure = TransportFailed(f"the grant is gone: {error.what}")
+                self.failure = TransportFailed(f"the grant is gone: {error.what}")
                 return
 
     def _learn(self, answer: Mapping[str, Any]) -> None:
@@ -356,7 +333,7 @@ class FileStream:
                 self._reading = False
                 closed = self._closed
             if closed:
-                self._channel.free()
+                self._session.give_back(self._channel)
 
     def close(self) -> None:
         """Any thread may call it, more than once; wakes a thread that reads."""
@@ -368,29 +345,4 @@ class FileStream:
         if reading:
             self._channel.close()
         else:
-            self._session._give_back(self._channel)
-
-
-def _unzip(data: bytes, place: str) -> bytes:
-    unzip = zlib.decompressobj(31)
-    try:
-        plain = unzip.decompress(data, _HOLDING_LIMIT)
-    except zlib.error as error:
-        raise TransportFailed(f"{place}: the manifest does not unpack: {error}") from None
-    if not unzip.eof:
-        raise TransportFailed(f"{place}: a manifest of more than {_HOLDING_LIMIT} bytes, or half of one")
-    return plain
-
-
-def _text(answer: Mapping[str, Any], name: str, place: str) -> str:
-    value = answer.get(name)
-    if not isinstance(value, str) or not value:
-        raise TransportFailed(f"{place}: not a peer (the answer has no {name})")
-    return value
-
-
-def _bytes(answer: Mapping[str, Any], name: str, place: str) -> bytes:
-    try:
-        return bytes.fromhex(_text(answer, name, place))
-    except ValueError:
-        raise TransportFailed(f"{place}: not a peer ({name} is not hexadecimal)") from None
+            self._session.give_back(self._channel)

@@ -193,6 +193,23 @@ def test_a_stream_that_is_given_up_wakes_its_reader(peer: Peer) -> None:
     grant.release()
 
 
+def test_an_interrupted_session_says_goodbye(peer: Peer) -> None:
+    reader = peer.dial()
+    grant = granted(reader.grant(READER))
+    reads, go_on = threading.Event(), threading.Event()
+    peer.holder.before_piece = lambda: (reads.set(), go_on.wait(60))
+    stream = reader.open(FILE, 0, len(DATA), grant)
+    interrupter = threading.Thread(target=lambda: reads.wait(60) and reader.interrupt())
+    interrupter.start()
+    with pytest.raises(Unreachable):
+        stream.read_into(memoryview(bytearray(100)))
+    interrupter.join(60)
+    stream.close()
+    grant.release()
+    assert peer.holder.ended.get(timeout=60) == grant.id
+    go_on.set()
+
+
 @pytest.mark.parametrize(
     ("file", "offset", "length", "error"),
     [(FILE, 0, len(DATA) + 1, TransportFailed), ("other", 0, 1, NotFound), ("../" + FILE, 0, 1, NotFound)],
