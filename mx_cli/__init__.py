@@ -1,5 +1,33 @@
-"""mx: model weights where they are needed, once, by the fastest path that exists, verified."""
+"""mx: model weights where they are needed, once, by the fastest path that exists, verified.
+
+From Python: `serve` offers a module's tensors to other processes, `pull_into` fills a module's tensors from them, `pull`
+gives tensors of one's own. All are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from mx_cli.base.version import VERSION as __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from mx_cli.flows.in_process import Handle, serve
+    from mx_cli.flows.pull_tensors import Received, pull, pull_into
+
+__all__ = ["Handle", "Received", "__version__", "pull", "pull_into", "serve"]
+
+_HOMES = {
+    "Handle": "mx_cli.flows.in_process",
+    "serve": "mx_cli.flows.in_process",
+    "Received": "mx_cli.flows.pull_tensors",
+    "pull": "mx_cli.flows.pull_tensors",
+    "pull_into": "mx_cli.flows.pull_tensors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -131,10 +131,10 @@ class Pull:
     def run(self) -> PullOutcome:
         takers: Mapping[str, Callable[[], Taken[PullOutcome]]] = {
             "peer": self._from_peer,
-            "cache": self._from_cache,
-            "origin": self._from_origin,
+            "cache": self.from_cache,
+            "origin": self.from_origin,
         }
-        chosen = [(name, takers[name]) for name in self._request.routes if name != "origin" or self._origin_uri]
+        chosen = [(name, takers[name]) for name in self._request.routes if name != "origin" or self.origin_uri]
         outcome, attempts = route.first(chosen, self._say)
         return dataclasses.replace(outcome, attempts=tuple(attempts))
 
@@ -143,13 +143,14 @@ class Pull:
         self._context.notice(f"route {attempt.route} {verb}: {attempt.reason}")
 
     @property
-    def _origin_uri(self) -> str:
+    def origin_uri(self) -> str:
+        """The URI to fetch from when all else fails; empty when there is none."""
         return self._uri or self._request.origin or ""
 
     # -- peer ----------------------------------------------------------------------------------------------------
 
     def _from_peer(self) -> Taken[PullOutcome]:
-        peering = self._peering = Peering(self._context, self._wanted(), self._request.wish, self._own)
+        peering = self._peering = Peering(self._context, self.wanted(), self._request.wish, self._own)
         try:
             group = peering.find(self._wait)
             matched = group.peers[0].matched
@@ -173,7 +174,8 @@ class Pull:
             self._peering.close(serving, verified)
             self._peering = None
 
-    def _wanted(self) -> list[str]:
+    def wanted(self) -> list[str]:
+        """The identities that a source may match. Asks the origin where the revision is a moving name."""
         request, context = self._request, self._context
         if kind_of(request.model):
             return [request.model]
@@ -214,7 +216,8 @@ class Pull:
 
     # -- cache and origin ----------------------------------------------------------------------------------------
 
-    def _from_cache(self) -> Taken[PullOutcome]:
+    def from_cache(self) -> Taken[PullOutcome]:
+        """A complete snapshot, the origin unasked. Raises NotFound."""
         if self._uri:
             outcome = self._prefetch(self._uri, self._request.revision, offline=True)
             return Taken(self._cached(outcome, "cache", self._first(outcome)), "a complete snapshot is there")
@@ -223,7 +226,7 @@ class Pull:
         return Taken(self._cached(outcome, "cache", self._first(outcome)), "a snapshot has the identity")
 
     def _snapshot(self) -> Manifest:
-        wanted = set(self._wanted())
+        wanted = set(self.wanted())
         for model in self._context.cache().all_models():
             snapshots = self._context.snapshots(model)
             for manifest in snapshots.everything():
@@ -231,16 +234,17 @@ class Pull:
                     return manifest
         raise NotFound(f"no snapshot in the cache has the identity {' or '.join(sorted(wanted))}", hint="mx cache ls")
 
-    def _from_origin(self) -> Taken[PullOutcome]:
-        outcome = self._prefetch(self._origin_uri, self._request.revision, offline=False)
-        if not self._uri and not set(self._wanted()) & set(outcome.identity.values()):
+    def from_origin(self) -> Taken[PullOutcome]:
+        """The snapshot, fetched where it is not there. Raises what a prefetch raises, Incompatible for other weights."""
+        outcome = self._prefetch(self.origin_uri, self._request.revision, offline=False)
+        if not self._uri and not set(self.wanted()) & set(outcome.identity.values()):
             raise Incompatible(
-                f"{self._origin_uri} holds other weights ({self._first(outcome)}, expected {self._request.model})",
+                f"{self.origin_uri} holds other weights ({self._first(outcome)}, expected {self._request.model})",
                 hint="mx hash MODEL --diff OTHER names what differs",
             )
         # What another process fetched meanwhile, or what was there, came out of the cache in the end.
         how = "fetched" if outcome.role == "leader" else f"as {outcome.role}"
-        return Taken(self._cached(outcome, "origin", self._first(outcome)), f"{self._origin_uri}, {how}")
+        return Taken(self._cached(outcome, "origin", self._first(outcome)), f"{self.origin_uri}, {how}")
 
     def _prefetch(self, uri: str, revision: str | None, *, offline: bool) -> Outcome:
         context = self._context

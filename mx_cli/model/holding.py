@@ -23,6 +23,14 @@ HOST = -1
 """The device number of host memory; GPUs count from 0."""
 
 
+def size_of(dtype: str, shape: Iterable[int]) -> int:
+    """Bytes of a tensor; of a whole file for the dtype `file`."""
+    count = BITS.get(dtype, 8)
+    for dimension in shape:
+        count *= dimension
+    return count // 8
+
+
 class Extent(NamedTuple):
     """`length` bytes of the file from `offset` lie at `address` of the peer's memory, on GPU `device` or in HOST memory."""
 
@@ -50,14 +58,25 @@ class Tensor(NamedTuple):
     @property
     def size(self) -> int:
         """Bytes."""
-        count = BITS.get(self.dtype, 8)
-        for dimension in self.shape:
-            count *= dimension
-        return count // 8
+        return size_of(self.dtype, self.shape)
 
     @property
     def end(self) -> int:
         return self.start + self.size
+
+
+class Alias(NamedTuple):
+    """A tensor whose bytes are those of the tensor `of`, from its byte `offset` (tied weights: 0, and equal shapes)."""
+
+    of: str
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return size_of(self.dtype, self.shape)
 
 
 class Check(NamedTuple):
@@ -78,7 +97,7 @@ class Check(NamedTuple):
 class Holding:
     """A manifest, the full records of its identities, and what only a peer knows.
 
-    `starts`: first byte of each tensor in its file. `aliases`: a tied tensor's name -> the name that has the bytes.
+    `starts`: first byte of each tensor in its file, by `start_key`. `aliases`: tensors that share the bytes of another.
     `kinds`: `buffer` for what is no parameter. `texts`: small files that decide what is wanted (shard indexes), whole, so
     that nobody needs a grant to find out. `version` counts changes of the weights within one generation.
     """
@@ -86,7 +105,7 @@ class Holding:
     manifest: Manifest
     identities: tuple[Identity, ...]
     starts: Mapping[str, int]
-    aliases: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, Alias] = field(default_factory=dict)
     kinds: Mapping[str, str] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
     version: int = 0
@@ -102,11 +121,17 @@ class Holding:
         return tuple(sorted(rows, key=lambda row: (row.file, row.start, row.name)))
 
     @cached_property
+    def by_name(self) -> Mapping[str, Tensor]:
+        """The tensors by name. Of a pipeline, whose parts share names, the last one: its files are what to pull."""
+        return {tensor.name: tensor for tensor in self.tensors}
+
+    @cached_property
     def digest(self) -> str:
         """Hex SHA-256 over files and tensors, without addresses and identities: sources with the same one may be mixed."""
         files = sorted([record.path, record.size, record.xxh3] for record in self.manifest.files)
         rows = sorted([t.name, t.file, t.dtype, list(t.shape), t.start, list(t.blocks)] for t in self.tensors)
-        return canonical.sha256([files, rows, sorted(self.aliases.items())])
+        ties = sorted([name, *alias[:3], list(alias.shape)] for name, alias in self.aliases.items())
+        return canonical.sha256([files, rows, ties])
 
     @cached_property
     def _checks(self) -> Mapping[str, tuple[Check, ...]]:
@@ -154,7 +179,7 @@ class Holding:
             "manifest": self.manifest.to_json(),
             "identities": [identity.to_json() for identity in self.identities],
             "starts": dict(self.starts),
-            "aliases": dict(self.aliases),
+            "aliases": {name: list(alias) for name, alias in self.aliases.items()},
             "kinds": dict(self.kinds),
             "texts": dict(self.texts),
             "version": self.version,
@@ -168,7 +193,7 @@ class Holding:
                 Manifest.from_json(data["manifest"], where),
                 tuple(Identity.from_json(record) for record in data["identities"]),
                 {str(name): int(start) for name, start in data["starts"].items()},
-                {str(name): str(target) for name, target in data["aliases"].items()},
+                {str(name): _alias(*row) for name, row in data["aliases"].items()},
                 {str(name): str(kind) for name, kind in data["kinds"].items()},
                 {str(name): str(text) for name, text in data["texts"].items()},
                 int(data["version"]),
@@ -249,9 +274,17 @@ def start_key(file: str, name: str) -> str:
     return f"{file}\0{name}"
 
 
+def _alias(of: Any, offset: Any, dtype: Any, shape: Any) -> Alias:
+    return Alias(str(of), int(offset), str(dtype), tuple(map(int, shape)))
+
+
 def _check_places(holding: Holding, where: str) -> None:
     sizes = {record.path: record.size for record in holding.manifest.files}
     for tensor in holding.tensors:
         count = -(-tensor.size // BLOCK)
         if tensor.start < 0 or tensor.end > sizes.get(tensor.file, -1) or len(tensor.blocks) != count:
             raise IntegrityError(f"{where}: tensor {tensor.name!r} does not lie in {tensor.file}")
+    sizes_of = {tensor.name: tensor.size for tensor in holding.tensors}
+    for name, alias in holding.aliases.items():
+        if alias.offset < 0 or alias.offset + alias.size > sizes_of.get(alias.of, -1):
+            raise IntegrityError(f"{where}: tensor {name!r} does not lie in {alias.of!r}")

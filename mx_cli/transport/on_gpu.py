@@ -64,3 +64,11 @@ def copy_out(index: int) -> Callable[[Extent, memoryview], None]:
         torch.frombuffer(view, dtype=torch.uint8).copy_(source)
 
     return copy
+
+
+def copy_to(index: int, address: int, view: memoryview) -> None:
+    """Host bytes to an address of GPU `index`. Blocks until they are there."""
+    torch = require(index)
+    target = torch.as_tensor(_Bytes(address, len(view)), device=f"cuda:{index}")
+    target.copy_(torch.frombuffer(view, dtype=torch.uint8))
+    torch.cuda.synchronize(index)

@@ -14,6 +14,7 @@ from mx_cli.engine.buffers import Pool, at_address, scatter
 from mx_cli.engine.ports import Memory, ReadItem, Stream
 from mx_cli.engine.threads import Flight
 from mx_cli.model.holding import HOST, Extent, Extents
+from mx_cli.transport.held import OnDisk
 from mx_cli.transport.peer import ITEM
 
 if TYPE_CHECKING:
@@ -102,6 +103,33 @@ class Socket:
 
     def close(self) -> None:
         """Aborted streams are closed already: a thread that reads one gets nothing more."""
+
+
+class Disk:
+    """Files of this machine, read where a peer's bytes would come from: the same pieces, verified in the same way."""
+
+    name = "disk"
+    window = 2
+
+    def __init__(self, held: OnDisk) -> None:
+        self._held = held
+        self._buffers = _Buffers(self.window)
+
+    def bring(self, item: ReadItem, dest: Memory, flight: Flight) -> None:
+        for offset, length, address in dest.parts:
+            at = 0
+            for view in self._held.read(item.entry.path, item.offset + offset, length):
+                scatter(Memory(((0, length, address),), dest.device, dest.put), at, view)
+                at += len(view)
+
+    def buffer(self) -> int:
+        return self._buffers.take()
+
+    def give_back(self, address: int) -> None:
+        self._buffers.give_back(address)
+
+    def close(self) -> None:
+        self._held.close()
 
 
 class NixlRead:

@@ -1,0 +1,313 @@
+"""Weights of a running process: offered to peers, and received from them straight into its tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from mx_cli.base.cancel import Stop
+from mx_cli.base.config import resolve
+from mx_cli.base.errors import MissingCapability, UsageError
+from mx_cli.base.events import Event
+from mx_cli.flows.context import Context
+from mx_cli.flows.serving import Offer, Serving
+from mx_cli.flows.trust import is_loopback
+from mx_cli.model import hf_config, identity
+from mx_cli.model.digest import TensorDigester
+from mx_cli.model.holding import HOST, Extent, Holding, start_key
+from mx_cli.model.identity import Identity
+from mx_cli.model.manifest import FileRecord, Manifest, selection_digest
+from mx_cli.model.selection import RULES_VERSION
+from mx_cli.model.synthetic import FILE, Run, Synthetic, synthesize
+from mx_cli.transport.held import InMemory
+from mx_cli.transport.nixl_env import RDMA_DEVICES
+
+UPDATE_WAIT = 30.0
+
+
+def process_context(options: Mapping[str, Any]) -> Context:
+    """The surroundings of a call from Python: settings from `options`, variables and the file; warnings go to `logging`.
+
+    Raises UsageError for an option that is none.
+    """
+    import logging
+
+    from mx_cli.base.config import FIELDS
+
+    if unknown := sorted(set(options) - set(FIELDS)):
+        raise UsageError(f"not settings: {', '.join(unknown)}", hint="mx config lists them")
+    log = logging.getLogger("mx")
+    level = {"warning": logging.WARNING, "error": logging.ERROR}
+
+    def emit(event: Event) -> None:
+        log.log(level.get(event.level, logging.INFO), "%s", event.to_json().get("message") or event.event)
+
+    return Context(resolve({**options}), Stop(), emit)
+
+
+@dataclass(frozen=True)
+class Described:
+    """What a process offers: the holding, where its bytes lie, and what keeps them there."""
+
+    holding: Holding
+    extents: list[Extent]
+    keep: object
+
+
+class Handle:
+    """A peer made of this process's tensors; a context manager. References are held until it is closed.
+
+    `address`, `generation`, `version` and `identities` (kind -> id) say how readers find it.
+    """
+
+    def __init__(self, source: Any, context: Context, offer: Offer, named: Named, all_buffers: bool) -> None:
+        self._source, self._context, self._named, self._all_buffers = source, context, named, all_buffers
+        self._changing = threading.Lock()
+        self._agent: Any = None
+        self._regions: list[tuple[int, int, int]] = []
+        self._serving = Serving(context, offer)
+        try:
+            described = describe_holding(source, named, 0, all_buffers)
+            self._serving.offer(described.holding, self._held(described))
+        except BaseException:
+            self._serving.close()
+            raise
+
+    @property
+    def address(self) -> str:
+        return self._serving.address
+
+    @property
+    def generation(self) -> str:
+        return self._serving.generation
+
+    @property
+    def version(self) -> int:
+        holding = self._serving.holding
+        return holding.version if holding else 0
+
+    @property
+    def identities(self) -> dict[str, str]:
+        holding = self._serving.holding
+        return {one.kind: one.id for one in holding.identities} if holding else {}
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many parameters, buffers and tied names are offered."""
+        holding = self._serving.holding
+        kinds = list(holding.kinds.values()) if holding else []
+        tied = len(holding.aliases) if holding else 0
+        return {"parameter": kinds.count("parameter"), "buffer": kinds.count("buffer"), "tied": tied}
+
+    @contextlib.contextmanager
+    def update(self, wait: float = UPDATE_WAIT) -> Iterator[None]:
+        """While the block runs the weights may change: no new readers, and those that read have had `wait` seconds.
+
+        Who reads longer is sent away. Afterwards everything is hashed again, as the next version; also after an error in
+        the block, since weights may have changed. Blocks.
+        """
+        with self._changing:
+            control = self._serving.control
+            control.pause()
+            try:
+                if late := control.grants.wait_empty(wait):
+                    self._context.warn(f"{len(late)} readers were sent away for an update")
+                    control.revoke()
+                yield
+            finally:
+                described = describe_holding(self._source, self._named, self.version + 1, self._all_buffers)
+                self._serving.renew(described.holding, self._held(described))
+                control.resume()
+
+    def close(self) -> None:
+        """Stop serving, after the readers that are there have had a moment. Idempotent."""
+        self._serving.drain(1.0)
+        self._serving.close()
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _held(self, described: Described) -> InMemory:
+        devices = sorted({extent.device for extent in described.extents})
+        gpu = [device for device in devices if device != HOST]
+        copy = None
+        if gpu:
+            from mx_cli.transport.on_gpu import copy_out
+
+            copy = copy_out(gpu[0])
+        name = f"cuda:{gpu[0]}" if gpu else "cpu"
+        return InMemory(name, described.extents, described.keep, self._registered(described, gpu), copy)
+
+    def _registered(self, described: Described, gpu: list[int]) -> Any:
+        """An agent for these runs of memory: the same as before where they have not moved."""
+        from mx_cli.transport import cuda
+        from mx_cli.transport.nixl import missing
+
+        if reason := missing():
+            self._context.notice(f"readers get the bytes by path socket only: {reason}")
+            return None
+        regions = [(row.address, row.length, HOST) for row in described.extents if row.device == HOST]
+        for device in gpu:
+            blocks = cuda.allocations_of(row.address for row in described.extents if row.device == device)
+            regions += [(block.address, block.length, device) for block in blocks]
+        regions = merged(regions)
+        if self._agent is None or regions != self._regions:
+            if self._agent is not None:
+                self._agent.destroy()
+            self._agent, self._regions = self._new_agent(described.holding.version, bool(gpu)), regions
+            self._agent.register(regions)
+        return self._agent
+
+    def _new_agent(self, version: int, gpu: bool) -> Any:
+        """NIXL reaches this process from its own host, and over RDMA: a reader over TCP could end it."""
+        from mx_cli.transport.nixl import Agent, Network
+
+        settings = self._context.settings
+        near = is_loopback(self.address) or not RDMA_DEVICES.is_dir()
+        # A name of its own for each: NIXL refuses other memory under an old name.
+        return Agent(
+            f"{self.generation}-{version}", Network(settings.interface, settings.data_ports, loopback=near), gpu=gpu
+        )
+
+
+@dataclass(frozen=True)
+class Named:
+    """What is said of the weights beside their bytes: see `mx_cli.serve`."""
+
+    config: dict[str, Any] | None = None
+    stage: str = "checkpoint"
+    layout: Mapping[str, Any] | None = None
+    uri: str = ""
+    revision: str = ""
+
+
+def serve(
+    source: Any,
+    *,
+    config: Any = None,
+    stage: str = "checkpoint",
+    layout: Mapping[str, Any] | None = None,
+    origin: tuple[str, str] | None = None,
+    all_buffers: bool = False,
+    listen: str = "127.0.0.1:0",
+    advertise: str | None = None,
+    max_readers: int = 4,
+    name: str | None = None,
+    **settings: Any,
+) -> Handle:
+    """Offer the tensors of a module, or of a mapping of tensors and modules, to peers; a context manager.
+
+    Parameters and persistent buffers are offered where they lie, tied ones once; tensors that are scattered over memory
+    are copied first. `config`: the model's config.json (bytes, or what it holds), part of the content identity. `origin`:
+    (URI, revision) that the weights are of. `stage` and `layout`: see `mx hash`. `settings`: as in `mx config`.
+
+    Blocks while the weights are hashed (0.1 s a GB). Raises UsageError for tensors without bytes, and for addresses as
+    `mx serve` does; MissingCapability without torch.
+    """
+    require_torch()
+    context = process_context(settings)
+    uri, revision = origin or ("", "")
+    named = Named(_config(config), stage, layout, context.origin(uri).uri if uri else "", revision)
+    offer = Offer(listen, advertise, max_readers, name)
+    return Handle(source, context, offer, named, all_buffers)
+
+
+def require_torch() -> None:
+    """Raises MissingCapability without torch."""
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        raise MissingCapability("the package torch is missing", hint="pip install 'mx-cli[peer]'") from None
+
+
+def _config(config: Any) -> dict[str, Any] | None:
+    if config is None:
+        return None
+    if isinstance(config, bytes):
+        return hf_config.load(config, "config")
+    import json
+
+    return hf_config.load(json.dumps(dict(config)).encode(), "config")
+
+
+def describe_holding(source: Any, named: Named, version: int, all_buffers: bool = False) -> Described:
+    """Hash everything, and describe it as one file. Blocks."""
+    from mx_cli.sinks.torch_tensors import describe
+
+    tensors = describe(source, all_buffers=all_buffers)
+    found = synthesize(Run(t.name, t.dtype, t.shape, t.address, t.device) for t in tensors)
+    header = memoryview(bytearray(found.header))
+    import ctypes
+
+    extents = found.extents(ctypes.addressof(ctypes.c_char.from_buffer(header)))
+    digester, whole = TensorDigester(FILE, found.size), xxhash.xxh3_128()
+    for view in _views(extents):
+        digester.update(view)
+        whole.update(view)
+    rows = digester.finish()
+    record = FileRecord(FILE, found.size, whole.hexdigest())
+    identities = _identities(named, rows, found)
+    manifest = Manifest(
+        uri="",
+        revision="",
+        selection=selection_digest([FILE]),
+        rules=RULES_VERSION,
+        directory="",
+        files=(record,),
+        weights=(FILE,),
+        tensors=tuple((FILE, *row) for row in rows),
+        identity={one.kind: one.id for one in identities},
+    )
+    starts = {start_key(FILE, name): start for name, start in found.starts.items()}
+    kinds = {tensor.name: tensor.kind for tensor in tensors}
+    holding = Holding(manifest, tuple(identities), starts, found.aliases, kinds, version=version)
+    return Described(holding, extents, (header, [tensor.tensor for tensor in tensors], source))
+
+
+def _identities(named: Named, rows: Any, found: Synthetic) -> list[Identity]:
+    known = [identity.of_content(rows, named.config, named.stage, named.layout)]
+    if named.uri:
+        known.append(identity.of_origin(named.uri, named.revision, named.stage, named.layout))
+    if named.config is not None:
+        known.append(identity.of_config(named.config, named.stage, named.layout))
+    return known
+
+
+def _views(extents: list[Extent]) -> Iterator[memoryview]:
+    """The bytes of extents in host memory, in their order; those of a GPU are copied piece by piece."""
+    from mx_cli.engine.buffers import STEP, at_address
+
+    for extent in extents:
+        copy = None
+        if extent.device != HOST:
+            from mx_cli.transport.on_gpu import copy_out
+
+            copy = copy_out(extent.device)
+        for at in range(0, extent.length, STEP * 4):
+            length = min(STEP * 4, extent.length - at)
+            if copy is None:
+                yield at_address(extent.address + at, length)
+                continue
+            buffer = memoryview(bytearray(length))
+            copy(extent._replace(address=extent.address + at, length=length), buffer)
+            yield buffer
+
+
+def merged(regions: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """The regions with those that touch or overlap made one: few regions are cheap to register."""
+    found: list[tuple[int, int, int]] = []
+    for address, length, device in sorted(regions, key=lambda row: (row[2], row[0])):
+        last = found[-1] if found else None
+        if last and last[2] == device and address <= last[0] + last[1]:
+            found[-1] = (last[0], max(last[1], address + length - last[0]), device)
+        elif length:
+            found.append((address, length, device))
+    return found

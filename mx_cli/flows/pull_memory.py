@@ -1,0 +1,145 @@
+"""Tensors from peers, or from a snapshot on disk, straight into memory: compared first, then moved by the one engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mx_cli.base.errors import Incompatible, MxError
+from mx_cli.engine.many import Bell, Many, Member
+from mx_cli.engine.meter import Meter
+from mx_cli.engine.ports import ReadItem
+from mx_cli.engine.run import Limits, Transfer
+from mx_cli.flows.context import Context
+from mx_cli.model.holding import Extent, Holding
+from mx_cli.plan.blocks import aligned
+from mx_cli.sinks.host import MemorySink
+from mx_cli.transport.held import OnDisk
+from mx_cli.transport.paths import Disk
+from mx_cli.transport.peer import ITEM, PeerSource
+
+SHOWN = 5
+Shape = tuple[str, tuple[int, ...]]
+"""dtype and shape."""
+
+Put = Callable[[int, int, memoryview], None]
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What a transfer into memory did. `seconds`: from the first read to the last verified block."""
+
+    bytes: int
+    seconds: float
+    by_source: Mapping[str, int]
+
+
+def compare(
+    holding: Holding, wanted: Mapping[str, Shape], *, allow_missing: bool = False, allow_extra: bool = False
+) -> list[str]:
+    """The names to move, after names, dtypes and shapes were found to agree; nothing is written before.
+
+    Missing: wanted and not offered. Extra: offered and not wanted. Raises Incompatible, which names them.
+    """
+    offered = table(holding)
+    missing = sorted(wanted.keys() - offered.keys())
+    extra = sorted(offered.keys() - wanted.keys())
+    wrong = [
+        f"{name}: {_say(wanted[name])} here, {_say(offered[name])} there"
+        for name in sorted(wanted.keys() & offered.keys())
+        if wanted[name] != offered[name]
+    ]
+    faults = []
+    if wrong:
+        faults.append(f"{len(wrong)} differ ({_list(wrong)})")
+    if missing and not allow_missing:
+        faults.append(f"the peer lacks {len(missing)} ({_list(missing)})")
+    if extra and not allow_extra:
+        faults.append(f"the peer has {len(extra)} more ({_list(extra)})")
+    if faults:
+        raise Incompatible(
+            f"tensors do not agree: {'; '.join(faults)}", hint="allow_missing and allow_extra accept a part"
+        )
+    return sorted(wanted.keys() & offered.keys())
+
+
+def table(holding: Holding) -> dict[str, Shape]:
+    """dtype and shape of everything that a holding has a name for; a name that only holds overlapping tensors is none."""
+    holders = {
+        alias.of for alias in holding.aliases.values() if "+" in alias.of and alias.of.split("+")[0] in holding.aliases
+    }
+    found: dict[str, Shape] = {
+        tensor.name: (tensor.dtype, tensor.shape) for tensor in holding.tensors if tensor.name not in holders
+    }
+    return found | {name: (alias.dtype, alias.shape) for name, alias in holding.aliases.items()}
+
+
+def place_of(holding: Holding, name: str) -> tuple[str, int, int]:
+    """(file, first byte, bytes) of a tensor or an alias."""
+    alias = holding.aliases.get(name)
+    tensor = holding.by_name[alias.of if alias else name]
+    if alias is None:
+        return tensor.file, tensor.start, tensor.size
+    return tensor.file, tensor.start + alias.offset, alias.size
+
+
+def move(
+    holding: Holding,
+    targets: Sequence[Extent],
+    members: Sequence[Member],
+    bell: Bell,
+    context: Context,
+    put: Put | None,
+) -> Moved:
+    """Fill `targets`, runs of memory of this process that the members' regions cover. Blocks.
+
+    Raises IntegrityError, TransportFailed, the stop's reason; then some of the bytes may have come, and nothing more will.
+    """
+    items = _items(holding, targets)
+    meter = Meter(sum(item.length or 0 for item in items))
+
+    def left(member: Member, error: MxError) -> None:
+        context.warn(f"source {member.name} is left: {error.what}")
+
+    source = Many(members, bell, left)
+    settings = context.settings
+    limits = Limits(settings.retry_for, float("inf"), source.caps.max_in_flight, source.caps.max_in_flight)
+    gate = context.gates[source.caps.host]
+    transfer = Transfer(source, MemorySink(targets, put), limits, gate, meter, context.stop, context.on_retry)
+    start = time.perf_counter()
+    try:
+        transfer.run(items)
+        seconds = time.perf_counter() - start
+    finally:
+        source.close()
+    return Moved(meter.fetched, seconds, {member.name: member.bytes for member in members})
+
+
+def _items(holding: Holding, targets: Sequence[Extent]) -> list[ReadItem]:
+    """Pieces that split no block, of one device each."""
+    found = []
+    groups: dict[tuple[int, str], list[tuple[int, int]]] = {}
+    for row in targets:
+        groups.setdefault((row.device, row.file), []).append((row.offset, row.end))
+    for (_, file), spans in sorted(groups.items()):
+        record = holding.manifest.record(file)
+        assert record is not None, "targets are of the manifest's files"
+        entry = holding.entry(record)
+        found += [ReadItem(entry, start, end - start) for start, end in aligned(spans, holding.blocks(file), ITEM)]
+    return found
+
+
+def disk_member(directory: Path, holding: Holding, bell: Bell) -> Member:
+    """A snapshot on disk as a source."""
+    path = Disk(OnDisk(directory, holding))
+    return Member("cache", PeerSource("cache", holding, path, bell.ring, lambda: None))
+
+
+def _say(shape: Shape) -> str:
+    return f"{shape[0]}{list(shape[1])}"
+
+
+def _list(names: Sequence[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (f", and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

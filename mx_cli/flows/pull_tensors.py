@@ -1,0 +1,299 @@
+"""`mx_cli.pull` and `mx_cli.pull_into`: tensors by the best route, into memory of this process."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mx_cli.base.errors import UsageError
+from mx_cli.engine import route
+from mx_cli.engine.buffers import Pool
+from mx_cli.engine.many import Bell, Member
+from mx_cli.engine.route import Attempt, Taken
+from mx_cli.flows.context import Context
+from mx_cli.flows.data_path import Wish
+from mx_cli.flows.holdings import local_holding
+from mx_cli.flows.in_process import merged, process_context, require_torch
+from mx_cli.flows.peering import Peering
+from mx_cli.flows.pull import Pull, PullRequest
+from mx_cli.flows.pull_memory import Moved, Put, Shape, compare, disk_member, move, place_of, table
+from mx_cli.model.holding import HOST, Extent, Holding, joined
+
+ALIGN = 64
+
+
+@dataclass(frozen=True)
+class Received:
+    """What came into memory: how many tensors of each kind, bytes, from whom, and by which route with what reasons."""
+
+    tensors: int
+    parameters: int
+    buffers: int
+    bytes: int
+    seconds: float
+    route: str
+    attempts: tuple[Attempt, ...]
+    sources: Mapping[str, int]
+    version: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the bytes go. `regions`: own memory to open for a peer. `finish` is called when all are there."""
+
+    targets: list[Extent]
+    names: list[str]
+    finish: Callable[[], None]
+
+
+MakeLayout = Callable[[Holding], Layout]
+"""Compares, and finds or makes the memory. Raises Incompatible before anything is written."""
+
+
+class IntoMemory:
+    """One pull into memory: routes in order, each starting the target afresh."""
+
+    def __init__(self, request: PullRequest, context: Context, make: MakeLayout, put: Put | None) -> None:
+        self._request, self._context, self._make, self._put = request, context, make, put
+        self._puller = Pull(request, context)
+
+    def run(self) -> Received:
+        takers: dict[str, Callable[[], Taken[Received]]] = {
+            "peer": self._from_peer,
+            "cache": lambda: self._from_disk("cache"),
+            "origin": lambda: self._from_disk("origin"),
+        }
+        names = [name for name in self._request.routes if name != "origin" or self._puller.origin_uri]
+        received, attempts = route.first([(name, takers[name]) for name in names], self._say)
+        return dataclasses.replace(received, attempts=tuple(attempts))
+
+    def _say(self, attempt: Attempt) -> None:
+        verb = "taken" if attempt.taken else "not taken"
+        self._context.notice(f"route {attempt.route} {verb}: {attempt.reason}")
+
+    def _from_peer(self) -> Taken[Received]:
+        wait = self._context.settings.wait or 0.0
+        peering = Peering(self._context, self._puller.wanted(), self._request.wish)
+        try:
+            group = peering.find(wait)
+            layout = self._make(group.holding)
+            bell = Bell()
+            regions = merged([(row.address, row.length, row.device) for row in layout.targets])
+            members = peering.members(bell, regions, wait)
+            moved = move(group.holding, layout.targets, members, bell, self._context, self._put)
+            peering.check_versions()
+            layout.finish()
+            paths = ", ".join(f"{peer.address} by {peer.path}" for peer in group.peers if peer.path)
+            return Taken(self._received("peer", group.holding, layout, moved), paths)
+        finally:
+            peering.close()
+
+    def _from_disk(self, name: str) -> Taken[Received]:
+        """From a snapshot: one that is there, or one that is fetched first."""
+        taken = self._puller.from_cache() if name == "cache" else self._puller.from_origin()
+        directory = taken.result.directory
+        holding = local_holding(directory, self._context)
+        layout = self._make(holding)
+        bell = Bell()
+        members: list[Member] = [disk_member(directory, holding, bell)]
+        moved = move(holding, layout.targets, members, bell, self._context, self._put)
+        layout.finish()
+        return Taken(self._received(name, holding, layout, moved), taken.reason)
+
+    def _received(self, name: str, holding: Holding, layout: Layout, moved: Moved) -> Received:
+        buffers = sum(1 for one in layout.names if holding.kinds.get(one) == "buffer")
+        count = len(layout.names)
+        return Received(
+            count, count - buffers, buffers, moved.bytes, moved.seconds, name, (), moved.by_source, holding.version
+        )
+
+
+def request_of(
+    model: str,
+    revision: str | None,
+    origin: str | None,
+    peers: Sequence[str],
+    path: str,
+    require: Sequence[str],
+    routes: Sequence[str],
+) -> PullRequest:
+    """The same wishes as the options of `mx pull`."""
+    return PullRequest(model, Wish(tuple(peers), path, frozenset(require)), revision, origin, None, tuple(routes))
+
+
+def pull_into(
+    target: Any,
+    model: str,
+    *,
+    revision: str | None = None,
+    origin: str | None = None,
+    peers: Sequence[str] = (),
+    path: str = "auto",
+    require: Sequence[str] = (),
+    routes: Sequence[str] = route.NAMES,
+    allow_missing: bool = False,
+    allow_extra: bool = False,
+    all_buffers: bool = False,
+    **settings: Any,
+) -> Received:
+    """Fill the tensors of a module, or of a mapping, with the weights of `model` (a URI, an identity, a directory).
+
+    Names, dtypes and shapes are compared before a byte moves. Bytes go straight to where the tensors are; only those
+    whose elements are scattered over memory get a copy for the time being. Buffers that a state dict leaves out are
+    untouched unless `all_buffers`. `settings`: as in `mx config`.
+
+    Blocks. Raises Incompatible, NoPeer and what the routes raise; after any error the target must not be used.
+    """
+    require_torch()
+    from mx_cli.sinks import torch_tensors
+
+    described = torch_tensors.describe(target, all_buffers=all_buffers, pack=False)
+    context = process_context(settings)
+    wanted: dict[str, Shape] = {one.name: (one.dtype, one.shape) for one in described}
+
+    def make(holding: Holding) -> Layout:
+        names = compare(holding, wanted, allow_missing=allow_missing, allow_extra=allow_extra)
+        chosen = {one.name: one for one in described if one.name in set(names)}
+        extents, later = [], []
+        for name in names:
+            one = chosen[name]
+            file, start, size = place_of(holding, name)
+            if one.packed:
+                block = _block(one.device, size)
+                later.append((one.tensor, torch_tensors.tensor_of(block, 0, one.dtype, one.shape)))
+                extents.append(Extent(file, start, size, block.data_ptr(), one.device))
+            else:
+                extents.append(Extent(file, start, size, one.address, one.device))
+
+        def finish() -> None:
+            for scattered, gathered in later:
+                scattered.copy_(gathered)
+
+        return Layout(_apart(extents), names, finish)
+
+    request = request_of(model, revision, origin, peers, path, require, routes)
+    return IntoMemory(request, context, make, _put()).run()
+
+
+def pull(
+    model: str,
+    *,
+    device: str = "cpu",
+    names: Sequence[str] | None = None,
+    revision: str | None = None,
+    origin: str | None = None,
+    peers: Sequence[str] = (),
+    path: str = "auto",
+    require: Sequence[str] = (),
+    routes: Sequence[str] = route.NAMES,
+    **settings: Any,
+) -> dict[str, Any]:
+    """The weights of `model` as tensors of this process's own, by name; tied ones share memory. `names`: only these.
+
+    Host memory is one pool of huge pages, in the source's order. Blocks; raises as `pull_into` does, and NoSpace.
+    """
+    require_torch()
+    from mx_cli.sinks import torch_tensors
+
+    context = process_context(settings)
+    index = _device(device)
+    tensors: dict[str, Any] = {}
+
+    def make(holding: Holding) -> Layout:
+        every = table(holding)
+        if names is not None and (lacking := sorted(set(names) - every.keys())):
+            raise UsageError(f"no such tensors: {', '.join(lacking[:5])}")
+        chosen = sorted(every if names is None else names)
+        places = {name: place_of(holding, name) for name in chosen}
+        extents, offsets, size = _packed(places, {name: every[name][0] for name in chosen}, index)
+        block = _block(index, size)
+        base = block.data_ptr()
+        targets = [row._replace(address=base + row.address) for row in extents]
+
+        def finish() -> None:
+            for name in chosen:
+                tensors[name] = torch_tensors.tensor_of(block, offsets[name], *every[name])
+
+        return Layout(joined(targets), chosen, finish)
+
+    IntoMemory(request_of(model, revision, origin, peers, path, require, routes), context, make, _put()).run()
+    return tensors
+
+
+def _packed(
+    places: Mapping[str, tuple[str, int, int]], dtypes: Mapping[str, str], device: int
+) -> tuple[list[Extent], dict[str, int], int]:
+    """Extents with addresses from 0, the offset of each tensor, and the bytes in all; shared bytes are there once."""
+    from mx_cli.sinks.torch_tensors import alignment
+
+    extents: list[Extent] = []
+    offsets: dict[str, int] = {}
+    size = 0
+    for name in sorted(places, key=lambda name: (places[name][0], places[name][1], -places[name][2])):
+        file, start, length = places[name]
+        last = extents[-1] if extents else None
+        step = alignment(dtypes[name])
+        if (
+            last
+            and last.file == file
+            and start + length <= last.end
+            and (last.address + start - last.offset) % step == 0
+        ):
+            offsets[name] = last.address + start - last.offset
+            continue
+        follows = last is not None and last.file == file and last.end == start and size % step == 0
+        at = size if follows else -(-size // ALIGN) * ALIGN
+        extents.append(Extent(file, start, length, at, device))
+        offsets[name] = at
+        size = at + length
+    return extents, offsets, size
+
+
+def _apart(extents: Sequence[Extent]) -> list[Extent]:
+    """Tied targets take the same bytes to the same place: once. Raises UsageError where one place wants two tensors."""
+    rows = joined(dict.fromkeys(extents))
+    found: list[Extent] = []
+    for row in rows:
+        last = found[-1] if found else None
+        if last and last.file == row.file and row.offset < last.end:
+            shift = row.offset - last.offset
+            if row.device == last.device and row.address == last.address + shift:
+                length = max(last.length, shift + row.length)
+                found[-1] = last._replace(length=length)
+                continue
+            raise UsageError(
+                "tensors that are tied at the source are not tied here", hint="tie them, or pull() new tensors"
+            )
+        found.append(row)
+    return found
+
+
+def _device(text: str) -> int:
+    kind, _, number = text.partition(":")
+    if kind == "cpu" and not number:
+        return HOST
+    if kind == "cuda" and (not number or number.isdecimal()):
+        return int(number or 0)
+    raise UsageError(f"not a device: {text!r}", hint="cpu, cuda or cuda:N")
+
+
+def _block(device: int, size: int) -> Any:
+    """A tensor of bytes: a pool of huge pages, or a block of a GPU's memory."""
+    if device != HOST:
+        from mx_cli.transport.on_gpu import allocate
+
+        return allocate(device, size)
+    from mx_cli.sinks.torch_tensors import bytes_of
+
+    return bytes_of(Pool(max(size, 1)).view)
+
+
+def _put() -> Put:
+    def put(device: int, address: int, view: memoryview) -> None:
+        from mx_cli.transport.on_gpu import copy_to
+
+        copy_to(device, address, view)
+
+    return put

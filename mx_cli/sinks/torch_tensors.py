@@ -1,0 +1,161 @@
+"""Tensors of torch as runs of memory: what a module or a mapping holds, and tensors made of received bytes.
+
+torch is imported inside the functions: only who has tensors pays for it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mx_cli.base.errors import UsageError
+from mx_cli.model.holding import HOST, size_of
+
+_DTYPES = {
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "int32": "I32", "uint32": "U32",
+    "int64": "I64", "uint64": "U64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
+    "complex64": "C64", "float8_e5m2": "F8_E5M2", "float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ", "float8_e4m3fnuz": "F8_E4M3FNUZ", "float4_e2m1fn_x2": "F4",
+}  # fmt: skip
+"""torch's names -> those of safetensors. An element of float4_e2m1fn_x2 is two of F4."""
+
+PARAMETER, BUFFER = "parameter", "buffer"
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A tensor as bytes: `address` and `size` of its contiguous run of memory on `device` (HOST or a GPU's number).
+
+    `tensor` keeps the memory alive. `packed`: the run is a copy, since the tensor itself is scattered over memory.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    kind: str
+    device: int
+    address: int
+    size: int
+    tensor: Any
+    packed: bool = False
+
+
+def named_tensors(source: Any, *, all_buffers: bool = False) -> Iterator[tuple[str, str, Any]]:
+    """(name, kind, tensor) of a module's parameters and persistent buffers, or of a mapping; tied names each.
+
+    `all_buffers`: also those that a state dict leaves out. Raises UsageError for anything else.
+    """
+    import torch
+
+    if isinstance(source, torch.nn.Module):
+        for name, parameter in source.named_parameters(remove_duplicate=False):
+            yield name, PARAMETER, parameter.data
+        hidden = set() if all_buffers else _not_persistent(source)
+        for name, buffer in source.named_buffers(remove_duplicate=False):
+            if name not in hidden:
+                yield name, BUFFER, buffer.data
+        return
+    if not isinstance(source, Mapping):
+        raise UsageError(f"not a module or a mapping of tensors: {type(source).__name__}")
+    for name, value in source.items():
+        if isinstance(value, torch.nn.Module):
+            inner = named_tensors(value, all_buffers=all_buffers)
+            yield from ((f"{name}.{below}", kind, tensor) for below, kind, tensor in inner)
+        elif isinstance(value, torch.Tensor):
+            yield str(name), PARAMETER, value.detach()
+        else:
+            raise UsageError(f"not a tensor: {name!r} is a {type(value).__name__}")
+
+
+def _not_persistent(module: Any) -> set[str]:
+    found = set()
+    for path, child in module.named_modules(remove_duplicate=False):
+        for name in child._non_persistent_buffers_set:
+            found.add(f"{path}.{name}" if path else name)
+    return found
+
+
+def describe(source: Any, *, all_buffers: bool = False, pack: bool = True) -> list[Described]:
+    """Every tensor of a module or a mapping. Those whose elements are scattered are copied when `pack`, else left so.
+
+    Of a tensor that is left so, `address` is 0: bytes for it need a place of their own. Raises UsageError naming what has
+    no bytes (meta, sparse) or a dtype that safetensors does not know.
+    """
+    return [
+        _described(name, kind, tensor, pack) for name, kind, tensor in named_tensors(source, all_buffers=all_buffers)
+    ]
+
+
+def _described(name: str, kind: str, tensor: Any, pack: bool) -> Described:
+    import torch
+
+    if tensor.is_meta:
+        raise UsageError(f"{name!r} is on the device meta: it has no bytes", hint="materialise it first (to_empty)")
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise UsageError(f"{name!r} has the layout {tensor.layout}: only dense tensors are served")
+    dtype, shape = dtype_and_shape(name, tensor)
+    device = HOST if tensor.device.type == "cpu" else tensor.device.index
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise UsageError(f"{name!r} is on {tensor.device}: only host and CUDA memory can be read")
+    # A conjugate or a negative view has other bytes than its values.
+    is_view = tensor.is_conj() or tensor.is_neg()
+    packed = is_view or not tensor.is_contiguous()
+    if packed and pack:
+        tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    address = tensor.data_ptr() if not packed or pack else 0
+    return Described(name, dtype, shape, kind, device, address, size_of(dtype, shape), tensor, packed)
+
+
+def dtype_and_shape(name: str, tensor: Any) -> tuple[str, tuple[int, ...]]:
+    """As safetensors names them. Raises UsageError for a dtype that it has no name for."""
+    short = str(tensor.dtype).removeprefix("torch.")
+    dtype = _DTYPES.get(short)
+    if dtype is None:
+        raise UsageError(f"{name!r} has the dtype {tensor.dtype}, which safetensors cannot name")
+    shape = tuple(tensor.shape)
+    if dtype == "F4":
+        if not shape:
+            raise UsageError(f"{name!r} is a single pair of F4 without a dimension")
+        shape = (*shape[:-1], shape[-1] * 2)
+    return dtype, shape
+
+
+@functools.cache
+def _torch_dtypes() -> dict[str, Any]:
+    import torch
+
+    return {known: getattr(torch, short) for short, known in _DTYPES.items() if hasattr(torch, short)}
+
+
+def tensor_of(block: Any, offset: int, dtype: str, shape: tuple[int, ...]) -> Any:
+    """A tensor over bytes of `block` (a tensor of bytes) from `offset`. It keeps the block alive.
+
+    What torch has no dtype for (F6) is a tensor of bytes.
+    """
+    import torch
+
+    size = size_of(dtype, shape)
+    piece = block[offset : offset + size]
+    known = _torch_dtypes().get(dtype)
+    if known is None:
+        return piece
+    if dtype == "F4":
+        shape = (*shape[:-1], shape[-1] // 2)
+    if size == 0:
+        return torch.empty(shape, dtype=known, device=block.device)
+    return piece.view(known).view(shape)
+
+
+def alignment(dtype: str) -> int:
+    """Bytes that a tensor's address has to be a multiple of."""
+    known = _torch_dtypes().get(dtype)
+    return known.itemsize if known is not None else 1
+
+
+def bytes_of(view: memoryview) -> Any:
+    """Host memory as a tensor of bytes, which keeps the view alive."""
+    import torch
+
+    return torch.frombuffer(view, dtype=torch.uint8)
