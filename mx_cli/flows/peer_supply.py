@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mx_cli.base.cancel import Stop
-from mx_cli.base.errors import Incompatible, IntegrityError, MxError, NoPeer, NotFound, TransportFailed, Unreachable
+from mx_cli.base.errors import (
+    AccessDenied,
+    Incompatible,
+    IntegrityError,
+    MxError,
+    NoPeer,
+    NotFound,
+    TransportFailed,
+    Unreachable,
+)
 from mx_cli.engine.many import Bell, Many, Member
 from mx_cli.engine.ports import Source
 from mx_cli.engine.verify import WholeDigest
@@ -16,7 +25,7 @@ from mx_cli.model import identity
 from mx_cli.model.holding import Holding
 from mx_cli.model.manifest import Entry, Listing
 
-NO_USE = (NoPeer, Incompatible, TransportFailed, Unreachable, IntegrityError)
+NO_USE = (NoPeer, Incompatible, AccessDenied, TransportFailed, Unreachable, IntegrityError)
 """What ends the hope for peers; the origin may still do."""
 
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from mx_cli.base.errors import Incompatible, IntegrityError, MxError, NoPeer, UsageError
+from mx_cli.base.errors import AccessDenied, Incompatible, IntegrityError, MxError, NoPeer, UsageError
 from mx_cli.discovery.registry import open_directory
 from mx_cli.discovery.static import only_address
 from mx_cli.engine.many import Bell, Member
@@ -64,10 +64,14 @@ class Group:
 
 @dataclass
 class Refusals:
-    """Why candidates were left out: (address, reason). `others`: identities that were met and are not wanted."""
+    """Why candidates were left out: {address: reason}.
+
+    `others`: identities that were met and are not wanted; `denied`: the last refusal of the secret.
+    """
 
     reasons: dict[str, str] = field(default_factory=dict)
     others: set[str] = field(default_factory=set)
+    denied: AccessDenied | None = None
 
     def text(self) -> str:
         rows = [f"{address}: {reason}" for address, reason in list(self.reasons.items())[:SHOWN]]
@@ -96,7 +100,8 @@ class Peering:
         """The largest group of peers that match, the least loaded and nearest first. Looks again for `wait` seconds.
 
         Blocks. Raises NoPeer when nobody matches in time, Incompatible when there are peers and all hold other weights,
-        UsageError when there is no secret for a peer that was named.
+        AccessDenied when nobody else is there than peers that refuse the secret, UsageError when there is no secret for a
+        peer that was named.
         """
         self._wanted += [one for one in wanted if one not in self._wanted]
         end = time.monotonic() + wait
@@ -170,6 +175,8 @@ class Peering:
         except MxError as error:
             self._sessions.pop(record.address, None)
             self.refusals.reasons[record.address] = error.what
+            if isinstance(error, AccessDenied):
+                self.refusals.denied = error
         return None
 
     def _session(self, address: str) -> Session:
@@ -226,6 +233,10 @@ class Peering:
                 f"no peer holds {wanted}{within} ({self.refusals.text()}; they hold {nearest})",
                 hint="mx peers shows who holds what; mx hash MODEL --diff OTHER names the differing fields",
             )
+        if self.refusals.denied:
+            return AccessDenied(
+                f"no peer lets this one in{within} ({self.refusals.text()})", hint=self.refusals.denied.hint
+            )
         why = self.refusals.text() or self._directory.reason() or f"nobody in {self._directory}"
         return NoPeer(f"no peer holds {wanted}{within} ({why})", hint="mx peers; mx serve MODEL makes one")
 
@@ -248,6 +259,8 @@ class Peering:
             members = [member for peer in granted if (member := self._member(peer, bell, regions))]
             if members:
                 return members
+            if pause == 0:
+                continue
             left = end - time.monotonic()
             if left <= 0 or not any(peer.grant is None for peer in self.group.peers):
                 raise NoPeer(f"no peer could be read ({self._why_none()})", hint="--wait, or more peers")
