@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.rig import mounts, servers
+from tests.rig.serving import Hosts
 from tests.support import Mx, Running, need
 
 HERE = Path(__file__).parent
@@ -73,6 +74,12 @@ def mx(tmp_path: Path) -> Iterator[Mx]:
 def start_mx(mx: Mx) -> Callable[..., Running]:
     """mx.start."""
     return mx.start
+
+
+@pytest.fixture
+def hosts(mx: Mx, tmp_path: Path) -> Hosts:
+    """hosts.serve(directory, "--device", "cpu", host="a") -> Served; hosts("pull", …, host="b") -> Result; hosts.start."""
+    return Hosts(mx, tmp_path)
 
 
 # --- origins -----------------------------------------------------------------------------------------------------

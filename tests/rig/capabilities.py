@@ -60,6 +60,12 @@ def _ipv6() -> bool:
     return True
 
 
+def _net_admin() -> bool:
+    """Namespaces of its own, with a veth pair and a bridge."""
+    inside = "ip link add name mxa type veth peer name mxb && ip link add name mxc type bridge"
+    return _succeeds("unshare", "--net", "sh", "-c", inside) and _succeeds("ip", "netns", "list") and os.geteuid() == 0
+
+
 def _gpu() -> bool:
     if not _module("torch"):
         return False
@@ -83,6 +89,7 @@ _PROBES: dict[str, Callable[[], bool]] = {
     "fuse": _fuse,
     "bindfs": lambda: _fuse() and program("bindfs") is not None,
     "netns": lambda: _succeeds("unshare", "--net", "true"),
+    "CAP_NET_ADMIN": _net_admin,
     "pidns": lambda: _succeeds("unshare", "--pid", "--fork", "--mount-proc", "true"),
     "root": lambda: os.geteuid() == 0,
     "ipv6": _ipv6,
