@@ -83,7 +83,7 @@ class FromPeers:
         members: list[Member] = []
         if self._holding is not None and self.peering is not None:
             try:
-                members = self.peering.members(bell, [], self._wait)
+                members = self.peering.members(bell, [])
             except NO_USE as error:
                 if self._origin is None:
                     raise

@@ -242,16 +242,15 @@ class Peering:
 
     # -- grants --------------------------------------------------------------------------------------------------
 
-    def members(
-        self, bell: Bell, regions: Sequence[tuple[int, int, int]], wait: float, serving: str = ""
-    ) -> list[Member]:
+    def members(self, bell: Bell, regions: Sequence[tuple[int, int, int]], serving: str = "") -> list[Member]:
         """Sources of the group, one for each grant that could be had, MOST_SOURCES at most. Waits in their queues.
 
-        `regions`: own memory that bytes will land in, (address, length, device). Raises NoPeer when no slot comes free
-        within `wait` seconds, and what the only path of the last peer raised.
+        A queue moves, so it is waited in for --wait, or for as long as a failing origin is tried. `regions`: own memory
+        that bytes will land in, (address, length, device). Raises NoPeer when no slot comes free, or no path can be had.
         """
         assert self.group is not None, "find comes first"
-        end = time.monotonic() + wait
+        settings = self._context.settings
+        end = time.monotonic() + (settings.wait or settings.retry_for)
         asked: set[str] = set()
         while True:
             pause = self._ask(self.group, asked, serving)

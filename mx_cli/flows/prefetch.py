@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import TYPE_CHECKING
 
@@ -85,7 +86,8 @@ def _supply(request: Request, context: Context, peering: Peering | None) -> Supp
     from mx_cli.flows.peer_supply import FromPeers
 
     only_peers = "origin" not in (request.sources or ("peer", "origin"))
-    wait = context.settings.wait or 0.0
+    # Where the origin stands by, nobody waits for a peer to appear.
+    wait = (context.settings.wait or 0.0) if only_peers else 0.0
     return FromPeers(context, origin.uri, origin.revision, peering, None if only_peers else origin, wait)
 
 
@@ -268,7 +270,8 @@ class Prefetch:
         total = sum(record.size for record in manifest.files if record.path in wanted.files)
         self._model.mark_used(manifest.revision)
         if self._request.verify and fetched < total:
-            self._verify(manifest, listing)
+            records = tuple(record for record in manifest.files if record.path in wanted.files)
+            self._verify(dataclasses.replace(manifest, files=records), listing)
         self._remember(listing, manifest.revision)
         self._deliver(manifest, listing, wanted)
         return Outcome(

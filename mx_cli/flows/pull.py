@@ -157,7 +157,7 @@ class Pull:
             kind = kind_of(matched)
             reason = f"{units.count(len(group.peers), 'peer')} with the same {kind} identity {matched}"
             if self._request.to:
-                pulled = pull_files(peering, self._request.to, self._context, self._wait)
+                pulled = pull_files(peering, self._request.to, self._context)
                 self.holding = group.holding
                 return Taken(self._outcome(pulled, matched), reason)
             manifest = group.holding.manifest

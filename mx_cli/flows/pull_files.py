@@ -47,7 +47,7 @@ class Pulled:
     files: int
 
 
-def pull_files(peering: Peering, target: Path, context: Context, wait: float) -> Pulled:
+def pull_files(peering: Peering, target: Path, context: Context) -> Pulled:
     """All files of the group's manifest into `target`, which appears in one step. Blocks.
 
     Raises UsageError when the target is there with something in it, NoPeer, IntegrityError, TransportFailed, NoSpace,
@@ -62,7 +62,7 @@ def pull_files(peering: Peering, target: Path, context: Context, wait: float) ->
         make_dirs(work)
         filled = _Filled(holding, work, context)
         bell = Bell()
-        members = peering.members(bell, [], wait)
+        members = peering.members(bell, [])
         start = time.monotonic()
         with watching(context, filled):
             filled.run(members, bell)

@@ -81,7 +81,7 @@ class IntoMemory:
             layout = self._make(group.holding)
             bell = Bell()
             regions = merged([(row.address, row.length, row.device) for row in layout.targets])
-            members = peering.members(bell, regions, wait)
+            members = peering.members(bell, regions)
             moved = move(group.holding, layout.targets, members, bell, self._context, self._put)
             peering.check_versions()
             layout.finish()
