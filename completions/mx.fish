@@ -95,7 +95,7 @@ complete -c mx -n '__mx_at mx prefetch' -l verify -d 'hash what is there again e
 complete -c mx -n '__mx_at mx prefetch' -l pin -d 'keep the snapshot from gc env MX_PIN' -x
 complete -c mx -n '__mx_at mx prefetch' -l to -d 'also fill this directory env MX_TO' -x
 complete -c mx -n '__mx_at mx prefetch' -l link -d 'also make a symlink to the snapshot env MX_LINK' -x
-complete -c mx -n '__mx_at mx prefetch' -l result -d 'also write the JSON result here env MX_RESULT' -x
+complete -c mx -n '__mx_at mx prefetch' -l result -d 'also write the JSON result here; absent after a failure env MX_RESULT' -x
 complete -c mx -n '__mx_at mx prefetch' -l hf-cache -d 'also show it in a Hugging Face cache ( = the default one) env MX_HF_CACHE' -x
 complete -c mx -n '__mx_at mx prefetch' -l cache-dir -d 'root of the shared cache env MX_CACHE_DIR' -x
 complete -c mx -n '__mx_at mx prefetch' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65' -x

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import stat
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -171,6 +172,7 @@ class Settings:
 
 
 SECRET = frozenset({"hf_token"})
+CONFIG_LIMIT = 1 << 20
 FIELDS: dict[str, dataclasses.Field[Any]] = {f.name: f for f in dataclasses.fields(Settings)}
 
 
@@ -270,7 +272,7 @@ def _read_file(config: Path | None, env: Mapping[str, str]) -> tuple[dict[str, A
     import tomllib
 
     try:
-        data = tomllib.loads(path.read_text("utf-8"))
+        data = tomllib.loads(_read_regular(path))
     except FileNotFoundError:
         if named:
             raise UsageError(f"no such configuration file: {path}") from None
@@ -288,6 +290,21 @@ def _read_file(config: Path | None, env: Mapping[str, str]) -> tuple[dict[str, A
             f"{path}: secrets do not belong into this file: {', '.join(secret)}", hint="use --hf-token-file"
         )
     return data, str(path)
+
+
+def _read_regular(path: Path) -> str:
+    """The text of a small regular file: a pipe without a writer and a device without an end are no configuration.
+
+    Raises ValueError for those, and OSError.
+    """
+    # Without O_NONBLOCK the open alone waits for the writer of a pipe.
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        info = os.fstat(file.fileno())
+        if not stat.S_ISREG(info.st_mode):
+            raise ValueError("not a regular file")
+        if info.st_size > CONFIG_LIMIT:
+            raise ValueError(f"{info.st_size} bytes, expected at most {CONFIG_LIMIT}")
+        return file.read(CONFIG_LIMIT).decode()
 
 
 def _misspelt(env: Mapping[str, str], known: Collection[str]) -> list[str]:

@@ -214,7 +214,7 @@ class Cache:
         self._share_with_group()
 
     def _check_format(self) -> None:
-        if self.root.exists() and not self.root.is_dir():
+        if os.path.exists(self.root) and not os.path.isdir(self.root):
             raise FilesystemRefused(f"the cache {self.root} is not a directory", hint="choose another --cache-dir")
         data = read_json(self.root / "format")
         needs = [data.get(name, FORMAT) if isinstance(data, dict) else FORMAT for name in ("reads_need", "writes_need")]

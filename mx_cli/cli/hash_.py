@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
@@ -68,15 +69,24 @@ def hash_(
         raise UsageError("--field is for --scheme modelexpress", hint="use --set for a factor of the layout")
     if model is None:
         raise UsageError("Missing argument 'MODEL'", hint="mx hash --help")
+    if no_content and kind == "content":
+        raise UsageError("--no-content and --kind content exclude one another", hint="leave one out")
     factors = {"tp": tp, "pp": pp, "ep": ep, "dp": dp, "rank": rank, "dtype": dtype, "quantization": quantization}
     factors |= {"engine": engine, "engine_version": engine_version}
     shape = layout(stage, factors, set_ or ())
 
-    def identify(name: str, ref: str | None) -> HashResult:
-        from mx_cli.flows.hash_anything import hash_anything
+    content = kind == "content" or (kind is None and not no_content)
+    shown: list[Path] = []
 
+    def identify(name: str, ref: str | None) -> HashResult:
+        from mx_cli.flows.hash_anything import hash_anything, uses_cache
+
+        context = session.context()
+        if not shown and uses_cache(name, content, context):
+            shown.append(context.cache().root)
+            session.cache_line(*shown)
         return hash_anything(
-            name, session.context(), layout=shape, kind=kind, content=not no_content, revision=ref, verify=verify
+            name, context, layout=shape, kind=kind, content=not no_content, revision=ref, verify=verify
         )
 
     result = identify(model, revision)

@@ -42,7 +42,9 @@ def prefetch(
     pin: Annotated[PATH, typer.Option("--pin", metavar="NAME", help="keep the snapshot from gc")] = None,
     to: Annotated[PATH, typer.Option("--to", metavar="DIR", help="also fill this directory")] = None,
     link: Annotated[PATH, typer.Option("--link", metavar="PATH", help="also make a symlink to the snapshot")] = None,
-    result: Annotated[PATH, typer.Option("--result", metavar="FILE", help="also write the JSON result here")] = None,
+    result: Annotated[
+        PATH, typer.Option("--result", metavar="FILE", help="also write the JSON result here; absent after a failure")
+    ] = None,
     hf_cache: Annotated[
         PATH,
         typer.Option("--hf-cache", metavar="DIR", help="also show it in a Hugging Face cache ('' = the default one)"),
@@ -51,6 +53,7 @@ def prefetch(
     """Bring a checkpoint into the shared cache, once; print its directory."""
     from mx_cli.base.errors import UsageError
     from mx_cli.flows import prefetch as flow
+    from mx_cli.flows.deliver import withdraw_result
     from mx_cli.flows.request import Request
 
     if pin is not None and not (pin and pin.isprintable()):
@@ -78,6 +81,9 @@ def prefetch(
         return
     if cmd:
         check_program(cmd[0], session.resolved.environ)
+    if result:
+        # Who finds it knows that this run has succeeded.
+        withdraw_result(read_path(result))
     outcome = flow.prefetch(request, context)
     _report(session, outcome, result, bool(cmd))
     if cmd:

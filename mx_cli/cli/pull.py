@@ -61,7 +61,7 @@ def pull(
     from mx_cli.engine.route import NAMES
     from mx_cli.flows import pull as flow
     from mx_cli.flows.data_path import Wish
-    from mx_cli.flows.deliver import write_result
+    from mx_cli.flows.deliver import withdraw_result, write_result
     from mx_cli.flows.serving import Offer
 
     check_stray(cmd or [])
@@ -81,6 +81,8 @@ def pull(
     )
     offer = Offer(listen=listen, advertise=advertise, slots=max_readers) if then_serve else None
     drain = parse_duration(drain_timeout)
+    if result:
+        withdraw_result(read_path(result))
 
     def on_done(outcome: flow.PullOutcome) -> None:
         session.emit(Notice(outcome.summary()))

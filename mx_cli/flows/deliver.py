@@ -59,19 +59,34 @@ def link(target: Path, path: Path, root: Path) -> None:
         raise explain(error, f"linking {path}") from None
 
 
+def withdraw_result(path: Path) -> None:
+    """Remove the document of an earlier run; a device or a pipe stays. Idempotent; raises FilesystemRefused."""
+    try:
+        if path.is_file() and not _is_stream(path):
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise explain(error, f"removing {path}") from None
+
+
 def write_result(path: Path, document: Mapping[str, Any]) -> None:
     """The JSON document, in one step; written into a device or a pipe (/dev/stdout), never put in its place."""
     data = json.dumps(document, ensure_ascii=False).encode() + b"\n"
     make_dirs(path.parent)
     try:
-        stream = path.is_symlink() and os.readlink(path).startswith("/proc/")
-        if stream or (path.exists() and not path.is_file() and not path.is_dir()):
+        if _is_stream(path):
             with open(path, "ab", buffering=0) as file:
                 file.write(data)
             return
     except OSError as error:
         raise explain(error, f"writing {path}") from None
     write_atomic(path, data)
+
+
+def _is_stream(path: Path) -> bool:
+    """Whether the path is, or leads to, what an open file of this process is, a device or a pipe. Raises OSError."""
+    if path.is_symlink() and os.readlink(path).startswith("/proc/"):
+        return True
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def pin(model: Model, name: str, revision: str, directory: str) -> None:

@@ -46,6 +46,14 @@ def hash_anything(
     )
 
 
+def uses_cache(model: str, content: bool, context: Context) -> bool:
+    """Whether the answer may come from the cache: a snapshot, digests of weights read before, or a name resolved here."""
+    if not is_local(model):
+        return context.settings.offline
+    inside = Path(os.path.realpath(os.path.expanduser(model))).is_relative_to(os.path.realpath(context.cache().models))
+    return inside or (content and not model.endswith(".json") and os.path.exists(os.path.expanduser(model)))
+
+
 def snapshot_manifest(cache: Cache, model: str, context: Context) -> Manifest | None:
     """The manifest of a path that is a whole snapshot directory of this cache, reached directly or through links."""
     # realpath: Path.resolve raises for links in a circle, and LocalModel says that better.

@@ -270,7 +270,7 @@ def test_H13_bad_input(mx: Mx, tmp_path: Path) -> None:
     for name, code in make_bad_inputs(tmp_path).items():
         result = mx("hash", name, cwd=tmp_path).exits(code)
         assert result.out == "", name
-        assert re.fullmatch(r"mx: error: .+\n(hint: .+\n)?", result.err), result.err
+        assert re.fullmatch(r"(cache .+\n)?mx: error: .+\n(hint: .+\n)?", result.err), result.err
         error = mx("hash", name, "--json", cwd=tmp_path).exits(code).json()
         assert next(iter(error)) == "schema"
         assert error["error"]["code"] == code
@@ -514,3 +514,20 @@ def test_X05_no_heavy_package_is_imported(mx: Mx, tmp_path: Path) -> None:
     result = mx("hash", tmp_path, env={"PYTHONPROFILEIMPORTTIME": "1"}).ok()
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in result.err.splitlines()}
     assert imported & {"torch", "numpy", "nixl", "botocore", "google", "pydantic", "rich"} == set()
+
+
+def test_the_cache_is_named_where_it_is_used(mx: Mx, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m")
+    line = re.compile(r"cache .* free\)")
+    used = mx("hash", tmp_path / "m", "--diff", tmp_path / "m").ok().err.splitlines()
+    assert line.match(used[0])
+    assert sum(bool(line.match(row)) for row in used) == 1
+    snapshot = mx("prefetch", tmp_path / "m").ok().out.strip()
+    assert line.match(mx("hash", snapshot, "--kind", "origin").ok().err)
+    for arguments in ([tmp_path / "m" / "config.json"], [tmp_path / "m", "--no-content"], [f"hf://org/name@{COMMIT}"]):
+        assert not line.search(mx("hash", *arguments).ok().err)
+
+
+def test_content_without_content_is_refused(mx: Mx, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m")
+    assert "--no-content" in refusal(mx, 2, tmp_path / "m", "--no-content", "--kind", "content")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,6 +106,16 @@ def test_a_variable_beats_the_file_and_the_file_the_default(mx: Mx, tmp_path: Pa
     assert (rows["ttl"]["value"], rows["ttl"]["origin"]) == (30.0, "MX_TTL")
     assert (rows["beat"]["value"], rows["beat"]["origin"]) == (3.0, "--beat")
     assert rows["retry_for"]["origin"] == "default"
+
+
+def test_what_is_no_configuration_file_is_refused_at_once(mx: Mx, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "large").write_text("# " + "x" * (1 << 20))
+    for path in ("/dev/zero", tmp_path / "pipe", tmp_path, tmp_path / "large"):
+        assert str(path) in mx("config", "--config", path, timeout=20).exits(2).err
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to("file")
+    mx("config", "--config", tmp_path / "link").ok()
 
 
 @pytest.mark.parametrize(

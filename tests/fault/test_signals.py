@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -83,6 +85,28 @@ def test_twice_is_at_once(mx: Mx, hub: servers.Hub, start: Start) -> None:
     running.send(signal.SIGINT)
     running.wait(10).exits(130)
     check_next(mx, hub)
+
+
+# Sends the signal in the midst of the imports, which take longest of all until a command begins.
+EARLY = """
+import importlib.abc, os, sys
+signum = int(sys.argv[1])
+class Hook(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "typer":
+            os.kill(os.getpid(), signum)
+sys.meta_path.insert(0, Hook())
+from mx_cli.__main__ import main
+sys.argv = ["mx", "config"]
+main()
+"""
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_stopped_before_it_began(signum: signal.Signals, code: int) -> None:
+    done = subprocess.run([sys.executable, "-c", EARLY, str(int(signum))], capture_output=True, text=True)
+    assert done.returncode == code
+    assert done.stderr == f"mx: error: stopped by {signum.name}\n"
 
 
 @capability("fuse")

@@ -286,6 +286,14 @@ def test_result_is_the_json_document(mx: Mx, hub: servers.Hub, tmp_path: Path) -
     assert os.listdir(file.parent) == ["result.json"]
 
 
+def test_result_of_an_earlier_run_does_not_outlive_a_failure(mx: Mx, hub: servers.Hub, tmp_path: Path) -> None:
+    hub.commit(SMALL)
+    file = tmp_path / "result.json"
+    mx("prefetch", hub.uri, "--result", file, env=hub.env).ok()
+    mx("prefetch", "/nope", "--result", file).exits(10)
+    assert not file.exists()
+
+
 def test_result_goes_into_what_is_no_file(mx: Mx, hub: servers.Hub, tmp_path: Path) -> None:
     """As root, a rename would put a file where the device is, for everybody."""
     hub.commit(SMALL)
@@ -608,6 +616,16 @@ def test_verify_names_what_is_damaged(mx: Mx, hub: servers.Hub) -> None:
     # Also where something has to be fetched besides.
     (directory / "config.json").unlink()
     assert "model.bin" in mx("prefetch", hub.uri, "--verify", env=hub.env).exits(16).err
+
+
+def test_verify_reads_what_was_asked_for(mx: Mx, hub: servers.Hub) -> None:
+    hub.commit(SMALL)
+    directory = Path(mx("prefetch", hub.uri, env=hub.env).ok().out.strip())
+    (directory / "model.bin").write_bytes(noise("other", 300_000))
+    some = ("--include", "config.json", "--verify")
+    assert "verified against" in mx("prefetch", hub.uri, *some, env=hub.env).ok().err
+    (directory / "config.json").write_bytes(b"[]")
+    assert "config.json" in mx("prefetch", hub.uri, *some, "--offline", env=hub.env).exits(16).err
 
 
 def test_what_is_lost_is_fetched_again(mx: Mx, hub: servers.Hub) -> None:
