@@ -11,9 +11,10 @@ from mx_cli.base.errors import Incompatible, MxError
 from mx_cli.engine.many import Bell, Many, Member
 from mx_cli.engine.meter import Meter
 from mx_cli.engine.ports import ReadItem
-from mx_cli.engine.run import Limits, Transfer
+from mx_cli.engine.run import Limits, Transfer, cores
 from mx_cli.flows.context import Context
 from mx_cli.model.holding import Extent, Holding
+from mx_cli.model.manifest import Entry
 from mx_cli.plan.blocks import aligned
 from mx_cli.sinks.host import MemorySink
 from mx_cli.transport.held import OnDisk
@@ -21,6 +22,7 @@ from mx_cli.transport.paths import Disk
 from mx_cli.transport.peer import ITEM, PeerSource
 
 SHOWN = 5
+START_WIDTH = 4
 Shape = tuple[str, tuple[int, ...]]
 """dtype and shape."""
 
@@ -92,12 +94,15 @@ def move(
     bell: Bell,
     context: Context,
     put: Put | None,
+    entries: Mapping[str, Entry] | None = None,
 ) -> Moved:
     """Fill `targets`, runs of memory of this process that the members' regions cover. Blocks.
 
+    `entries`: the files as an origin among the members lists them, by path.
+
     Raises IntegrityError, TransportFailed, the stop's reason; then some of the bytes may have come, and nothing more will.
     """
-    items = _items(holding, targets)
+    items = _items(holding, targets, entries or {})
     meter = Meter(sum(item.length or 0 for item in items))
 
     def left(member: Member, error: MxError) -> None:
@@ -105,7 +110,11 @@ def move(
 
     source = Many(members, bell, left)
     settings = context.settings
-    limits = Limits(settings.retry_for, float("inf"), source.caps.max_in_flight, source.caps.max_in_flight)
+    width = source.caps.max_in_flight
+    # Peers and disks are watched by `Many`; an origin is the engine's to watch and to widen.
+    limits = Limits(settings.retry_for, float("inf"), width, width)
+    if any(member.reserve for member in members):
+        limits = Limits(settings.retry_for, settings.stall_timeout, START_WIDTH * cores(), settings.max_connections)
     gate = context.gates[source.caps.host]
     transfer = Transfer(source, MemorySink(targets, put), limits, gate, meter, context.stop, context.on_retry)
     start = time.perf_counter()
@@ -117,7 +126,7 @@ def move(
     return Moved(meter.fetched, seconds, {member.name: member.bytes for member in members})
 
 
-def _items(holding: Holding, targets: Sequence[Extent]) -> list[ReadItem]:
+def _items(holding: Holding, targets: Sequence[Extent], entries: Mapping[str, Entry]) -> list[ReadItem]:
     """Pieces that split no block, of one device each."""
     found = []
     groups: dict[tuple[int, str], list[tuple[int, int]]] = {}
@@ -126,7 +135,7 @@ def _items(holding: Holding, targets: Sequence[Extent]) -> list[ReadItem]:
     for (_, file), spans in sorted(groups.items()):
         record = holding.manifest.record(file)
         assert record is not None, "targets are of the manifest's files"
-        entry = holding.entry(record)
+        entry = entries.get(file) or holding.entry(record)
         found += [ReadItem(entry, start, end - start) for start, end in aligned(spans, holding.blocks(file), ITEM)]
     return found
 

@@ -174,7 +174,7 @@ def pull_into(
         return Layout(_apart(extents), names, finish)
 
     request = request_of(model, revision, origin, peers, path, require, routes)
-    return IntoMemory(request, context, make, _put()).run()
+    return IntoMemory(request, context, make, put_on_gpu()).run()
 
 
 def pull(
@@ -195,31 +195,37 @@ def pull(
     Host memory is one pool of huge pages, in the source's order. Blocks; raises as `pull_into` does, and NoSpace.
     """
     require_torch()
-    from mx_cli.sinks import torch_tensors
 
     context = process_context(settings)
-    index = _device(device)
+    index = device_number(device)
     tensors: dict[str, Any] = {}
 
     def make(holding: Holding) -> Layout:
-        every = table(holding)
-        if names is not None and (lacking := sorted(set(names) - every.keys())):
-            raise UsageError(f"no such tensors: {', '.join(lacking[:5])}")
-        chosen = sorted(every if names is None else names)
-        places = {name: place_of(holding, name) for name in chosen}
-        extents, offsets, size = _packed(places, {name: every[name][0] for name in chosen}, index)
-        block = _block(index, size)
-        base = block.data_ptr()
-        targets = [row._replace(address=base + row.address) for row in extents]
+        return own_tensors(holding, names, index, tensors)
 
-        def finish() -> None:
-            for name in chosen:
-                tensors[name] = torch_tensors.tensor_of(block, offsets[name], *every[name])
-
-        return Layout(joined(targets), chosen, finish)
-
-    IntoMemory(request_of(model, revision, origin, peers, path, require, routes), context, make, _put()).run()
+    IntoMemory(request_of(model, revision, origin, peers, path, require, routes), context, make, put_on_gpu()).run()
     return tensors
+
+
+def own_tensors(holding: Holding, names: Sequence[str] | None, device: int, tensors: dict[str, Any]) -> Layout:
+    """Memory for the tensors `names` (None: all), which `finish` puts into `tensors`. Raises UsageError, NoSpace."""
+    from mx_cli.sinks import torch_tensors
+
+    every = table(holding)
+    if names is not None and (lacking := sorted(set(names) - every.keys())):
+        raise UsageError(f"no such tensors: {', '.join(lacking[:5])}")
+    chosen = sorted(every if names is None else names)
+    places = {name: place_of(holding, name) for name in chosen}
+    extents, offsets, size = _packed(places, {name: every[name][0] for name in chosen}, device)
+    block = _block(device, size)
+    base = block.data_ptr()
+    targets = [row._replace(address=base + row.address) for row in extents]
+
+    def finish() -> None:
+        for name in chosen:
+            tensors[name] = torch_tensors.tensor_of(block, offsets[name], *every[name])
+
+    return Layout(joined(targets), chosen, finish)
 
 
 def _packed(
@@ -270,7 +276,8 @@ def _apart(extents: Sequence[Extent]) -> list[Extent]:
     return found
 
 
-def _device(text: str) -> int:
+def device_number(text: str) -> int:
+    """HOST, or the GPU's number. Raises UsageError."""
     kind, _, number = text.partition(":")
     if kind == "cpu" and not number:
         return HOST
@@ -290,7 +297,9 @@ def _block(device: int, size: int) -> Any:
     return bytes_of(Pool(max(size, 1)).view)
 
 
-def _put() -> Put:
+def put_on_gpu() -> Put:
+    """How host bytes get into a GPU's memory."""
+
     def put(device: int, address: int, view: memoryview) -> None:
         from mx_cli.transport.on_gpu import copy_to
 

@@ -1,0 +1,144 @@
+"""What a checkpoint holds, from its listing and the headers of its files: no weights are read."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from mx_cli.base.errors import IntegrityError, UsageError
+from mx_cli.engine.ports import ReadItem
+from mx_cli.engine.retry import patiently
+from mx_cli.flows.context import Context
+from mx_cli.flows.hash import is_local
+from mx_cli.flows.hash_anything import snapshot_manifest
+from mx_cli.flows.holdings import holding_of
+from mx_cli.flows.request import Request, Wanted
+from mx_cli.flows.select import wanted_of
+from mx_cli.model import header, identity
+from mx_cli.model.header import Header
+from mx_cli.model.holding import Holding, start_key
+from mx_cli.model.manifest import Entry, FileRecord, Listing, Manifest, selection_digest
+from mx_cli.model.selection import RULES_VERSION
+from mx_cli.model.shard_index import check_homes
+from mx_cli.sources.registry import OpenOrigin
+
+FIRST_READ = 256 << 10
+"""Bytes of a file's beginning that are asked for at once: most headers are smaller."""
+HEADERS_AT_ONCE = 16
+READ_LIMIT = 64 << 20
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """A checkpoint's tensors and their places. `directory`: where its files lie on this machine, None for a store.
+
+    `entries`: the files as their origin lists them, by path, to read from.
+    """
+
+    holding: Holding
+    entries: dict[str, Entry]
+    directory: Path | None
+
+
+def catalog(model: str, revision: str | None, context: Context) -> tuple[Catalog, OpenOrigin]:
+    """The catalog of a directory, a file or a URI, and its origin, for the caller to close. Blocks.
+
+    A snapshot of the cache brings the digests of its tensors; elsewhere nobody knows them. Raises what listing raises,
+    IntegrityError for headers and indexes that do not agree, UsageError for weights that are not safetensors.
+    """
+    origin = context.origin(model)
+    try:
+        if is_local(model):
+            path = Path(model).expanduser().absolute()
+            directory = path if path.is_dir() else path.parent
+            manifest = snapshot_manifest(context.cache(), str(path), context)
+            if manifest is not None:
+                return Catalog(_only_tensors(holding_of(manifest, directory)), {}, directory), origin
+        else:
+            directory = None
+        listing = origin.listing(revision or origin.revision or None, context.stop)
+        return _read(listing, origin, directory, context), origin
+    except BaseException:
+        origin.close()
+        raise
+
+
+def _read(listing: Listing, origin: OpenOrigin, directory: Path | None, context: Context) -> Catalog:
+    entries = {entry.path: entry for entry in listing.files}
+    wanted = wanted_of(listing, Request(listing.uri), lambda path, _: origin.read(entries[path], READ_LIMIT))
+    weights = sorted(wanted.prefixes)
+    if other := [path for path in weights if not path.endswith(".safetensors")]:
+        raise UsageError(
+            f"{other[0]} is not safetensors: its tensors cannot be read one by one", hint="mx prefetch brings the files"
+        )
+    with ThreadPoolExecutor(HEADERS_AT_ONCE) as pool:
+        headers = dict(
+            zip(weights, pool.map(lambda path: _header(entries[path], origin, context), weights), strict=True)
+        )
+    for index in wanted.indexes:
+        check_homes(index, [(shard, [t.name for t in headers[shard].tensors]) for shard in index.shards])
+    return Catalog(_holding(listing, wanted, headers), entries, directory)
+
+
+def _header(entry: Entry, origin: OpenOrigin, context: Context) -> Header:
+    if entry.size is None:
+        raise UsageError(f"{entry.path}: the origin does not say how large it is, so no piece of it can be read")
+    first = _bytes(entry, 0, min(entry.size, FIRST_READ), origin, context)
+    needed = header.header_length(first, entry.size, entry.path)
+    if needed > len(first):
+        first += _bytes(entry, len(first), needed - len(first), origin, context)
+    return header.parse_header(first, entry.size, entry.path)
+
+
+def _bytes(entry: Entry, offset: int, length: int, origin: OpenOrigin, context: Context) -> bytes:
+    """A small piece of a file, by the engine's policy of retries."""
+
+    def once() -> bytes:
+        stream = origin.open(ReadItem(entry, offset, length))
+        try:
+            data = bytearray(length)
+            view, filled = memoryview(data), 0
+            while filled < length and (count := stream.read_into(view[filled:])):
+                filled += count
+            if filled < length:
+                raise IntegrityError(f"{entry.path}: ended {length - filled} bytes early")
+            return bytes(data)
+        finally:
+            stream.close()
+
+    gate = context.gates[origin.caps.host]
+    return patiently(entry.path, once, gate, context.stop, context.settings.retry_for, context.on_retry)
+
+
+def _holding(listing: Listing, wanted: Wanted, headers: dict[str, Header]) -> Holding:
+    rows: list[tuple[str, str, str, tuple[int, ...], tuple[str, ...]]] = []
+    starts: dict[str, int] = {}
+    homes: dict[str, str] = {}
+    for path, found in headers.items():
+        for tensor in found.tensors:
+            name = wanted.prefixes[path] + tensor.name
+            if name in homes:
+                raise IntegrityError(f"tensor {name!r} stands in two files ({homes[name]}, {path})")
+            homes[name] = path
+            rows.append((path, name, tensor.dtype, tensor.shape, ()))
+            starts[start_key(path, name)] = tensor.start
+    manifest = Manifest(
+        uri=listing.uri,
+        revision=listing.revision,
+        selection=selection_digest(headers),
+        rules=RULES_VERSION,
+        directory="",
+        files=tuple(FileRecord(path, found.file_size, "") for path, found in headers.items()),
+        weights=tuple(headers),
+        tensors=tuple(rows),
+    )
+    known = (identity.of_origin(listing.uri, listing.revision),) if listing.revision else ()
+    return Holding(manifest, known, starts)
+
+
+def _only_tensors(holding: Holding) -> Holding:
+    others = sorted({tensor.file for tensor in holding.tensors if tensor.dtype == "file"})
+    if others:
+        raise UsageError(f"{others[0]} is not safetensors: its tensors cannot be read one by one")
+    return holding
