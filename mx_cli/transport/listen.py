@@ -63,8 +63,8 @@ def _holder(port: int) -> str:
         if time.monotonic() > end:
             break
         with contextlib.suppress(OSError):
-            for fd in os.scandir(f"/proc/{pid}/fd"):
-                if os.readlink(fd.path) in sockets:
+            for fd in os.listdir(f"/proc/{pid}/fd"):
+                if os.readlink(f"/proc/{pid}/fd/{fd}") in sockets:
                     with open(f"/proc/{pid}/comm") as comm:
                         return f"{pid} ({comm.read().strip()})"
     return ""

@@ -11,6 +11,7 @@ import resource
 import signal
 import socket
 import ssl
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -674,6 +675,24 @@ def test_l01_a_peer_that_dies_or_freezes_ends_the_grant(tmp_path: Path, how: sig
             grant.raise_failure()
     finally:
         source.close()
+    grant.release()
+
+
+def test_readers_that_vanish_at_any_moment_leave_the_peer_serving(start: Callable[..., Peer]) -> None:
+    peer = start(slots=1)
+    reader = peer.dial()
+    grant = granted(reader.grant(READER))
+    for read in range(20):
+        sock = speak_tls(
+            peer,
+            b"GET /v1/files/weights/%%C3%%A4%%20model.safetensors HTTP/1.1\r\n"
+            b"Authorization: Bearer %s\r\nX-Mx-Grant: %s\r\n\r\n" % (reader._token.encode(), grant.id.encode()),
+        )
+        for _ in range(read):
+            sock.recv(5000)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        sock.close()
+    assert read_all(reader.open(FILE, 0, len(DATA), grant)) == DATA
     grant.release()
 
 
