@@ -11,9 +11,14 @@ _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,252}[A-Za-z0-9_.])?", re.ASCI
 _LONGEST_LABEL = 63
 
 
-def split_address(text: str) -> tuple[str, int]:
-    """("host", 8000) of "host:8000", ("::1", 8000) of "[::1]:8000". Raises UsageError; port 0 is for who listens."""
+def split_address(text: str, default: int | None = None) -> tuple[str, int]:
+    """("host", 8000) of "host:8000", ("::1", 8000) of "[::1]:8000"; `default`: the port of a text that has none.
+
+    Raises UsageError; port 0 is for who listens.
+    """
     host, colon, port = text.rpartition(":")
+    if default is not None and (not colon or text.endswith("]")):
+        host, colon, port = text, ":", str(default)
     if not colon or not (port.isascii() and port.isdecimal() and len(port) <= 5 and int(port) <= 65535):
         raise _refusal(text, "no port from 0 to 65535 after a colon")
     if host.startswith("[") and host.endswith("]"):

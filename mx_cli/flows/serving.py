@@ -34,7 +34,7 @@ SLOTS = 4
 
 @dataclass(frozen=True)
 class Offer:
-    """How a peer shows itself. `listen` and `advertise` are HOST:PORT; `slots` readers at once; `name` outlives a restart."""
+    """How a peer shows itself. `listen` is HOST:PORT, `advertise` HOST[:PORT]; `slots` readers at once; `name` outlives a restart."""
 
     listen: str = "127.0.0.1:0"
     advertise: str | None = None
@@ -183,7 +183,7 @@ class Serving:
         """The address for others. Of a listener on all addresses, the one that other machines reach this one by."""
         host, port = listener.getsockname()[:2]
         if self._offer.advertise:
-            given, fixed = split_address(self._offer.advertise)
+            given, fixed = split_address(self._offer.advertise, port)
             return join_address(given, fixed or port)
         if host not in ("0.0.0.0", "::"):
             return join_address(host, port)
