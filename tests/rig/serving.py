@@ -69,6 +69,8 @@ class Hosts:
             "XDG_RUNTIME_DIR": self.runtime,
             "MX_DISCOVERY": f"dir:{self.directory}",
             "MX_NODE_NAME": host,
+            # Readers that a test holds up are not to give up before it lets them go on.
+            "MX_PEER_STALL_TIMEOUT": "60s",
             **(more or {}),
         }
 

@@ -1,0 +1,345 @@
+"""`mx serve`: where it listens, what it tells discovery, how it drains, and what its readers become."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.rig import netns
+from tests.rig.netns import Namespace
+from tests.rig.serving import Hosts, Served, eventually, slow
+from tests.support import MIB, capability, make_checkpoint, tree
+
+SECRET = "a-secret-for-the-tests-of-serve-0123456789"
+BEAT = {"MX_RECORD_BEAT": "200ms"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("serve") / "model", size=2 * MIB)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """More than all buffers between two processes take."""
+    return make_checkpoint(tmp_path_factory.mktemp("serve") / "large", size=64 * MIB)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("serve") / "other", size=2 * MIB, seed="other")
+
+
+@pytest.fixture
+def token(tmp_path: Path) -> Path:
+    path = tmp_path / "token"
+    path.write_text(SECRET + "\n")
+    path.chmod(0o600)
+    return path
+
+
+# --- V-01 port-taken -----------------------------------------------------------------------------------------------
+
+
+def test_v01_a_taken_port_is_found_before_anything_is_loaded(hosts: Hosts, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+        result = hosts("serve", tmp_path / "no-such-model", "--listen", f"127.0.0.1:{port}").exits(2)
+    assert str(port) in result.err
+    assert f"{os.getpid()} (" in result.err
+    assert not hosts.records()
+
+
+def test_v01_four_at_once_on_port_0(hosts: Hosts, model: Path) -> None:
+    names = ("a", "b", "c", "d")
+    started = [hosts.start("serve", model, host=name) for name in names]
+    ready = [json.loads(one.wait_out(r"^\{.*\}$", 60).group()) for one in started]
+    assert len({one["address"] for one in ready}) == len({one["generation"] for one in ready}) == len(names)
+    shown = hosts("peers", "--probe", "--json").ok().json()["peers"]
+    assert {row["address"] for row in shown if row["answers"]} == {one["address"] for one in ready}
+    taken = hosts("serve", model, "--listen", ready[0]["address"]).exits(2)
+    assert f"{ready[0]['pid']} (" in taken.err
+
+
+# --- V-02 advertised-address ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Namespace, Namespace]]:
+    with netns.pair() as sides:
+        yield sides
+
+
+@capability("CAP_NET_ADMIN")
+def test_v02_the_address_that_answers_from_outside(
+    hosts: Hosts, model: Path, token: Path, pair: tuple[Namespace, Namespace], tmp_path: Path
+) -> None:
+    here, there = pair
+    served = hosts.serve(model, "--listen", "0.0.0.0:0", "--peer-token-file", token, prefix=here.prefix)
+    assert served.address.rpartition(":")[0] == here.address
+    said = served.running.wait_err("^advertised").string
+    assert f"{here.address} on {here.device}" in said
+    assert "172.17.0.1 on docker0" in said
+    (record,) = hosts.records()
+    assert record["address"] == served.address
+    out = tmp_path / "out"
+    command = ("pull", served.content, "--to", out, "--peer-token-file", token, "--json")
+    result = hosts(*command, host="b", prefix=there.apart).ok().json()
+    assert tree(out) == tree(model)
+    assert [(one["address"], one["path"]) for one in result["sources"]] == [(served.address, "socket")]
+
+
+@capability("CAP_NET_ADMIN")
+def test_v02_what_was_wished_is_advertised(
+    hosts: Hosts, model: Path, token: Path, pair: tuple[Namespace, Namespace]
+) -> None:
+    here, there = pair
+    wished = ("--listen", "0.0.0.0:0", "--advertise", "10.9.0.1", "--peer-token-file", token)
+    served = hosts.serve(model, *wished, prefix=here.prefix)
+    assert served.address.startswith("10.9.0.1:")
+    # Both sides have that address: the handshake is what tells that nobody is there.
+    lost = hosts("pull", served.content, "--route", "peer", "--peer-token-file", token, prefix=there.apart)
+    assert served.address in lost.exits(18).err
+
+
+def test_v02_others_only_with_a_secret(hosts: Hosts, model: Path, token: Path) -> None:
+    bare = hosts("serve", model, "--listen", "0.0.0.0:0").exits(2)
+    assert "head -c 32 /dev/urandom | base64 > FILE; --peer-token-file FILE" in bare.err
+    both = hosts("serve", model, "--listen", "0.0.0.0:0", "--peer-token-file", token, "--insecure").exits(2)
+    assert "--peer-token-file and --insecure contradict each other" in both.err
+    both = hosts("serve", model, "--peer-token-file", token, "--insecure").exits(2)
+    assert "contradict" in both.err
+    assert not hosts.records()
+
+
+# --- V-03 stale-generation -----------------------------------------------------------------------------------------
+
+
+def test_v03_another_life_at_the_same_address(hosts: Hosts, model: Path, other: Path, tmp_path: Path) -> None:
+    first = hosts.serve(model)
+    first.running.kill()
+    second = hosts.serve(other, "--listen", first.address, host="b")
+    assert {row["generation"] for row in hosts.records()} == {first.generation, second.generation}
+    refused = hosts("pull", first.content, "--to", tmp_path / "out", host="c").exits(17)
+    assert f"another life than its record's ({second.generation})" in refused.err
+    assert second.content in refused.err
+    assert not (tmp_path / "out").exists()
+    shown = hosts("peers", "--probe", "--json").ok().json()["peers"]
+    assert {row["generation"]: row["answers"] for row in shown} == {first.generation: False, second.generation: True}
+    hosts("pull", second.content, "--to", tmp_path / "out", host="c").ok()
+    assert tree(tmp_path / "out") == tree(other)
+
+
+def test_v03_the_same_weights_in_another_life_are_as_good(hosts: Hosts, model: Path, tmp_path: Path) -> None:
+    first = hosts.serve(model)
+    first.running.kill()
+    second = hosts.serve(model, "--listen", first.address, host="b")
+    assert second.content == first.content
+    hosts("pull", first.content, "--to", tmp_path / "out", host="c").ok()
+    assert tree(tmp_path / "out") == tree(model)
+
+
+# --- V-05 directory-restart ----------------------------------------------------------------------------------------
+
+
+def test_v05_an_emptied_directory_is_filled_at_the_next_beat(hosts: Hosts, model: Path, tmp_path: Path) -> None:
+    served = hosts.serve(model, env=BEAT)
+    shutil.rmtree(hosts.directory)
+    eventually(lambda: [row["generation"] for row in hosts.records()] == [served.generation])
+    hosts("pull", served.content, "--to", tmp_path / "out", host="b").ok()
+
+
+def test_v05_a_name_outlives_a_life_and_is_not_taken_from_the_living(hosts: Hosts, model: Path, other: Path) -> None:
+    first = hosts.serve(model, "--name", "node-a", env=BEAT)
+    taken = hosts("serve", other, "--name", "node-a", host="b", env=BEAT)
+    assert first.generation in taken.exits(2).err
+    first.running.kill()
+    again = hosts.serve(model, "--name", "node-a", env=BEAT)
+    assert [row["generation"] for row in hosts.records()] == [again.generation]
+
+
+# --- V-08 drain ----------------------------------------------------------------------------------------------------
+
+
+def test_v08_stopped_when_idle(hosts: Hosts, model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "ready.json"
+    served = hosts.serve(model, "--ready-file", file)
+    assert json.loads(file.read_text()) == served.ready
+    assert served.get("/livez") == served.get("/readyz") == (200, "ok\n")
+    assert served.stop().code == 143
+    assert not hosts.records()
+    assert not file.exists()
+    assert hosts("peers", "--json").ok().json()["peers"] == []
+
+
+def test_v08_readers_finish_first(hosts: Hosts, large: Path, tmp_path: Path) -> None:
+    served = hosts.serve(large, "--drain-timeout", "60s")
+    with slow(served.address, 8 * MIB) as relay:
+        reader = hosts.start("pull", served.content, "--peer", relay.address, "--to", tmp_path / "out", host="b")
+        relay.wait_full()
+        served.running.send(signal.SIGTERM)
+        eventually(lambda: [row["state"] for row in hosts.records()] == ["draining"])
+        assert served.get("/readyz") == (503, "draining\n")
+        assert served.get("/livez") == (200, "ok\n")
+        late = hosts("pull", served.content, "--route", "peer", "--to", tmp_path / "late", host="c").exits(18)
+        assert "draining" in late.err
+        relay.go()
+        reader.wait().ok()
+    assert tree(tmp_path / "out") == tree(large)
+    ended = served.running.wait()
+    assert ended.code == 143
+    assert "still read" not in ended.err
+    assert not hosts.records()
+
+
+def test_v08_a_reader_that_takes_too_long_is_told(hosts: Hosts, large: Path, tmp_path: Path) -> None:
+    served = hosts.serve(large, "--drain-timeout", "300ms")
+    with slow(served.address, 8 * MIB) as relay:
+        reader = hosts.start("pull", served.content, "--peer", relay.address, "--to", tmp_path / "out", host="b")
+        relay.wait_full()
+        ended = served.stop()
+        relay.go()
+        left = reader.wait().exits(19)
+    assert ended.code == 143
+    assert f"ended while 1 reader still read: {socket.gethostname()} pid {reader.pid}" in ended.err
+    assert relay.address in left.err
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob(".out*"))
+
+
+# --- V-09 target-becomes-source ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", [False, True], ids=["cache", "to"])
+def test_v09_who_was_filled_is_a_peer(to: bool, hosts: Hosts, model: Path, tmp_path: Path) -> None:
+    first = hosts.serve(model)
+    place = ("--to", tmp_path / "second") if to else ()
+    second = hosts.then_served(hosts.start("pull", first.content, "--then-serve", "--json", *place, host="b"))
+    assert second.address != first.address
+    first.stop()
+    third = hosts("pull", first.content, "--route", "peer", "--to", tmp_path / "third", "--json", host="c").ok()
+    assert [one["address"] for one in third.json()["sources"]] == [second.address]
+    assert tree(tmp_path / "third") == tree(model)
+    (record,) = hosts.records()
+    assert first.content in record["identities"]
+    assert record["generation"] != first.generation
+    assert second.stop().code == 143
+    assert not hosts.records()
+
+
+def test_v09_the_source_names_it_as_a_better_one(hosts: Hosts, model: Path, tmp_path: Path) -> None:
+    """A reader that only knows the busy source finds the one that was filled."""
+    first = hosts.serve(model, "--max-readers", "1")
+    second = hosts.then_served(hosts.start("pull", first.content, "--then-serve", "--json", host="b"))
+    eventually(lambda: first.metrics()["readers"] == 0)
+    shutil.rmtree(hosts.directory)
+    with slow(first.address, 0) as relay:
+        busy = hosts.start("pull", first.content, "--peer", relay.address, "--to", tmp_path / "busy", host="c")
+        eventually(lambda: first.metrics()["readers"] == 1)
+        found = hosts("pull", first.content, "--peer", first.address, "--to", tmp_path / "found", "--json", host="d")
+        assert [one["address"] for one in found.ok().json()["sources"]] == [second.address]
+        relay.go()
+        busy.wait().ok()
+
+
+# --- secrets -------------------------------------------------------------------------------------------------------
+
+
+def test_secrets_appear_nowhere(hosts: Hosts, model: Path, token: Path, tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong"
+    wrong.write_text("another-secret-that-nobody-knows-9876543210\n")
+    wrong.chmod(0o600)
+    served = hosts.serve(model, "--device", "cpu", "-vv", "--peer-token-file", token)
+    texts = []
+    for file, code in ((token, 0), (wrong, 11)):
+        out = tmp_path / f"out-{code}"
+        pull = ("pull", served.content, "--route", "peer", "--peer-token-file", file, "--to", out, "--json", "-vv")
+        result = hosts(*pull, host="b").exits(code)
+        texts += [result.out, result.err]
+    texts += [Path(f"/proc/{served.running.pid}/cmdline").read_text()]
+    texts += [path.read_text() for path in hosts.directory.iterdir()]
+    texts += [served.get(path)[1] for path in ("/metrics", "/livez", "/readyz", "/v1/source", "/v1/manifest")]
+    ended = served.stop()
+    texts += [ended.out, ended.err]
+    for text in texts:
+        for secret in (SECRET, wrong.read_text().strip(), "nixlSerDes", "bml4bFNlckRlc"):
+            assert secret not in text
+    for path in tmp_path.rglob("*"):
+        if path.is_file() and path not in (token, wrong):
+            assert SECRET.encode() not in path.read_bytes(), path
+
+
+def test_a_wrong_secret_is_said_and_other_routes_are_tried(
+    hosts: Hosts, model: Path, token: Path, tmp_path: Path
+) -> None:
+    served = hosts.serve(model, "--peer-token-file", token)
+    denied = hosts("pull", served.content, "--route", "peer", host="b").exits(11)
+    assert served.address in denied.err
+    fallen = hosts(
+        "pull", served.content, "--origin", model.as_uri(), "--to", tmp_path / "out", "--json", host="b"
+    ).ok()
+    assert [(one["route"], one["taken"]) for one in fallen.json()["routes"]] == [
+        ("peer", False),
+        ("cache", False),
+        ("origin", True),
+    ]
+    assert tree(tmp_path / "out") == tree(model)
+
+
+def test_a_token_file_that_is_rotated(hosts: Hosts, model: Path, token: Path, tmp_path: Path) -> None:
+    served = hosts.serve(model, "--peer-token-file", token)
+    fresh = tmp_path / "fresh"
+    fresh.write_text("the-next-secret-of-these-hosts-0123456789\n")
+    fresh.chmod(0o600)
+    command = ("pull", served.content, "--route", "peer", "--to")
+    hosts(*command, tmp_path / "1", "--peer-token-file", fresh, host="b").exits(11)
+    token.write_text(fresh.read_text() + SECRET + "\n")
+    hosts(*command, tmp_path / "1", "--peer-token-file", fresh, host="b").ok()
+
+
+# --- grants --------------------------------------------------------------------------------------------------------
+
+
+def test_one_slot_and_a_queue(hosts: Hosts, large: Path, tmp_path: Path) -> None:
+    served = hosts.serve(large, "--max-readers", "1")
+    pull = ("pull", served.content, "--route", "peer", "--to")
+    with slow(served.address, 8 * MIB) as relay:
+        first = hosts.start(*pull, tmp_path / "1", "--peer", relay.address, host="b")
+        relay.wait_full()
+        none = hosts(*pull, tmp_path / "2", "--wait", "100ms", host="c").exits(18)
+        assert "no slot" in none.err
+        second = hosts.start(*pull, tmp_path / "2", "--wait", "60s", host="c")
+        eventually(lambda: served.metrics()["queue"] == 1)
+        relay.go()
+        first.wait().ok()
+        second.wait().ok()
+    assert tree(tmp_path / "1") == tree(tmp_path / "2") == tree(large)
+    eventually(lambda: served.metrics()["readers"] == 0)
+    assert served.metrics()["grants_total"] == 2
+
+
+def test_a_reader_that_is_gone_loses_its_slot(hosts: Hosts, large: Path, tmp_path: Path) -> None:
+    served = hosts.serve(large, "--max-readers", "1", "--grant-ttl", "500ms")
+    with slow(served.address, 8 * MIB) as relay:
+        first = hosts.start("pull", served.content, "--to", tmp_path / "1", "--peer", relay.address, host="b")
+        relay.wait_full()
+        first.kill()
+        hosts("pull", served.content, "--route", "peer", "--wait", "30s", "--to", tmp_path / "2", host="c").ok()
+    assert served.metrics()["grants_expired_total"] == 1
+
+
+def test_facts_for_whoever_watches(hosts: Hosts, model: Path) -> None:
+    served: Served = hosts.serve(model, "--max-readers", "3")
+    metrics = served.metrics()
+    assert (metrics["slots"], metrics["readers"], metrics["queue"], metrics["bytes_served_total"]) == (3, 0, 0, 0)
+    hosts("pull", served.content, "--to", hosts.place / "out", host="b").ok()
+    size = sum(path.stat().st_size for path in model.iterdir())
+    assert served.metrics()["bytes_served_total"] == size == served.ready["bytes"]
+    assert served.get("/v1/source")[0] == 401
