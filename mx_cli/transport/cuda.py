@@ -45,16 +45,6 @@ def _name(driver: ctypes.CDLL, status: int) -> str:
     return (name.value or b"").decode() or str(status)
 
 
-def allocations_of(addresses: Iterable[int]) -> list[Allocation]:
-    """The blocks that hold these pointers, each once, by address."""
-    found: dict[int, Allocation] = {}
-    for address in sorted(addresses):
-        if not any(block.address <= address < block.address + block.length for block in list(found.values())[-1:]):
-            block = allocation_of(address)
-            found[block.address] = block
-    return list(found.values())
-
-
 def refuse_virtual(tensors: Iterable[Any]) -> None:
     """Raises MissingCapability when one of these CUDA tensors lies in expandable segments.
 
@@ -78,8 +68,12 @@ def refuse_virtual(tensors: Iterable[Any]) -> None:
 
 def make_context(device: int | None = None) -> None:
     """UCX looks for GPUs when it starts, and finds those with a context. Raises MissingCapability."""
-    import torch
-
+    try:
+        import torch
+    except ImportError:
+        raise MissingCapability(
+            "the package torch is missing (GPU memory)", hint="pip install 'mx-cli[peer]'"
+        ) from None
     if not torch.cuda.is_available():
         raise MissingCapability("no CUDA device (torch.cuda.is_available() is false)", hint="mx doctor says why")
     torch.cuda.synchronize(device)

@@ -104,6 +104,8 @@ def variables(network: Network, gpu: bool) -> dict[str, str]:
     # UCX's own segments of 8 KiB halve the speed, and its own keepalive takes minutes to see a host that is gone.
     found |= {"UCX_TCP_TX_SEG_SIZE": "1M", "UCX_TCP_RX_SEG_SIZE": "1M"}
     found |= {"UCX_TCP_KEEPIDLE": "2s", "UCX_TCP_KEEPINTVL": "1s", "UCX_TCP_KEEPCNT": "3"}
+    # Where packets to the peer are dropped, UCX would block in connect() for two minutes.
+    found |= {"UCX_TCP_CONN_NB": "y", "UCX_TCP_SYN_CNT": "2"}
     if gpu:
         # GPU memory that no device can read directly would be copied piece by piece, silently; the source may crash of it.
         found["UCX_PROTO_EMULATION_ENABLE"] = "n"

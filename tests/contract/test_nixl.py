@@ -26,7 +26,7 @@ from mx_cli.transport import nixl, nixl_env
 from mx_cli.transport.nixl import Agent, Network
 from tests.rig import capabilities
 from tests.rig.nixl_source import MIB, Source, source
-from tests.support import ROOT, capability
+from tests.support import ROOT, capability, need
 
 pytestmark = capability("nixl")
 
@@ -66,6 +66,10 @@ class Target:
     def bring(self, peer: Source) -> None:
         finish(self.read(peer))
 
+    def reach(self, peer: Source) -> None:
+        self.connect(peer)
+        self.bring(peer)
+
 
 def finish(read: nixl.Read) -> None:
     end = time.monotonic() + DEADLINE
@@ -96,11 +100,13 @@ def target() -> Iterator[Callable[..., Target]]:
         one.agent.destroy()
 
 
-def python(code: str, env: dict[str, str] | None = None, *arguments: str) -> subprocess.CompletedProcess[str]:
+def python(
+    code: str, env: dict[str, str] | None = None, *arguments: str, prefix: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
     """Runs a program in a process of its own; UCX finds what the test gives and nothing else."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("UCX_", "NIXL_"))}
     return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), *arguments],
+        [*prefix, sys.executable, "-c", textwrap.dedent(code), *arguments],
         env=clean | (env or {}),
         cwd=ROOT,
         capture_output=True,
@@ -129,42 +135,84 @@ RAW, OURS = RAW.format(root=str(ROOT)), OURS.format(root=str(ROOT))
 # --- the process ---------------------------------------------------------------------------------------------------
 
 
-def test_a_process_that_used_nixl_ends_with_its_own_code() -> None:
-    assert python(OURS).returncode == 0
+ASKED = """
+    import json, os
+    began = time.process_time()
+    time.sleep(1)
+    idle = time.process_time() - began
+    variables = [name for name in os.environ if name.startswith(("UCX_", "NIXL_"))]
+    print(json.dumps([idle, "torch" in sys.modules, variables, type(sys.modules["nixl_cu12._api"].nixlBind).__name__]))
+"""
+
+
+class Ended:
+    """How a process with an idle agent ended, and what it saw."""
+
+    def __init__(self, program: str) -> None:
+        ended = python(program + ASKED)
+        self.code, self.said, self.errors = ended.returncode, ended.stdout.splitlines(), ended.stderr
+        self.idle, self.torch, self.variables, self.bindings = json.loads(self.said[-1])
+
+
+@pytest.fixture(scope="module")
+def ours() -> Ended:
+    return Ended(OURS)
+
+
+@pytest.fixture(scope="module")
+def raw() -> Ended:
+    return Ended(RAW)
+
+
+def test_a_process_that_used_nixl_ends_with_its_own_code(ours: Ended, raw: Ended) -> None:
+    assert ours.code == 0
     ended = python(OURS + "    from mx_cli.cli.session import finish\n    finish(5)")
     assert (ended.returncode, ended.stdout, ended.stderr) == (5, "", "")
-    if python(RAW).returncode == 0:
+    if raw.code == 0:
         mended("a process with a UCX backend crashes at its end (with some builds of Python and libc)")
 
 
+def test_nothing_is_written(ours: Ended, raw: Ended) -> None:
+    assert (len(ours.said), ours.errors) == (1, "")
+    if len(raw.said) == 1:
+        mended("NIXL writes its log to stdout")
+
+
+def test_the_progress_thread_sleeps(ours: Ended, raw: Ended) -> None:
+    """CPU seconds of a second in which nothing happens."""
+    assert ours.idle < 0.3
+    if raw.idle < 2 * ours.idle:
+        mended("the progress thread spins")
+
+
+def test_others_in_the_process_keep_their_settings(ours: Ended) -> None:
+    """Neither the environment nor NIXL's own module is changed for them."""
+    assert (ours.variables, ours.bindings) == ([], "module")
+
+
 @capability("torch")
-def test_torch_is_not_imported_for_nixl() -> None:
-    code = "    print('torch' in sys.modules)\n"
-    assert python(OURS + code).stdout == "False\n"
+def test_torch_is_not_imported_for_nixl(ours: Ended) -> None:
+    assert not ours.torch
     if python("import sys, nixl\nprint('torch' in sys.modules)").stdout == "False\n":
         mended("importing nixl imports torch")
 
 
-def test_the_progress_thread_sleeps() -> None:
-    """CPU seconds of a second in which nothing happens."""
-    idle = (
-        "    began = time.process_time()\n    time.sleep(1)\n    print(time.process_time() - began, file=sys.stderr)\n"
-    )
-    ours, raw = (float(python(program + idle).stderr.split()[-1]) for program in (OURS, RAW))
-    assert ours < 0.3
-    if raw < 2 * ours:
-        mended("the progress thread spins")
-
-
-def test_others_in_the_process_keep_their_settings() -> None:
-    """Neither the environment nor NIXL's own class is changed for them."""
+def test_a_program_that_takes_the_process_over_inherits_no_socket() -> None:
     code = """
     import os
-    from mx_cli.transport import nixl_env
-    print({name for name in os.environ if name.startswith(("UCX_", "NIXL_"))})
-    print(type(nixl_env.load().nixlBind).__name__)
+    from mx_cli.cli.session import Session
+    print(any("socket:" in os.readlink(f"/proc/self/fd/{fd}") for fd in range(3, 64) if os.path.exists(f"/proc/self/fd/{fd}")))
+    session = Session(command="", options={}, config=None, as_json=False, quiet=False, verbose=0)
+    session._begin()
+    session.prepare_exec()
+    sys.stdout.flush()
+    os.execv("/bin/sh", ["sh", "-c", "ls -l /proc/self/fd; env"])
     """
-    assert python(OURS + code).stdout == "set()\nmodule\n"
+    said = python(OURS + code).stdout
+    assert said.startswith("True\n")
+    assert "/proc/" in said
+    assert "socket:" not in said
+    assert "UCX_" not in said
 
 
 def test_without_the_package() -> None:
@@ -245,9 +293,7 @@ def test_no_usable_network_is_explained(monkeypatch: pytest.MonkeyPatch) -> None
 
 def sockets(pid: int) -> list[tuple[str, int, str, int, bool]]:
     """(own address, own port, other address, other port, whether it listens) of a process's IPv4 TCP sockets."""
-    own = set()
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        own |= set(re.findall(r"socket:\[(\d+)\]", os.readlink(entry)))
+    own = descriptors(pid)
     found = []
     for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
         fields = line.split()
@@ -256,6 +302,12 @@ def sockets(pid: int) -> list[tuple[str, int, str, int, bool]]:
             listens = fields[3] == "0A"
             found.append((address(here[0]), int(here[1], 16), address(there[0]), int(there[1], 16), listens))
     return found
+
+
+def descriptors(pid: int | str) -> set[str]:
+    """Inodes of a process's sockets."""
+    links = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()]
+    return {found for link in links for found in re.findall(r"socket:\[(\d+)\]", link)}
 
 
 def address(word: str) -> str:
@@ -286,23 +338,23 @@ PROBE = """
     import numpy as np
     from mx_cli.base.errors import TransportFailed
     from mx_cli.transport import nixl
-    network, name, blob, digest, address, size = json.loads(sys.argv[1])
+    network, name, blob, digest, address, size, deadline = json.loads(sys.argv[1])
     agent = nixl.Agent("probe", nixl.Network(**network), trace=True)
     memory = np.zeros(size, np.uint8)
     agent.register([(memory.ctypes.data, size, -1)])
     agent.connect(bytes.fromhex(blob), name, digest)
     try:
         rows = [nixl.rows([place], [size]) for place in (memory.ctypes.data, address)]
-        found = nixl.probe(agent, name, rows[0], rows[1], deadline=30)
+        found = nixl.probe(agent, name, rows[0], rows[1], deadline=deadline)
         print(found.path, found.bytes_per_second > 0, memory.min(), memory.max())
     except TransportFailed as error:
         print(error.what)
 """
 
 
-def probed(peer: Source, network: dict[str, Any], env: dict[str, str] | None = None) -> str:
-    wish = json.dumps([network, peer.name, peer.blob.hex(), peer.digest, peer.address, peer.size])
-    ended = python(PROBE.format(root=str(ROOT)), env, wish)
+def probed(peer: Source, network: dict[str, Any], *, deadline: float = DEADLINE, **process: Any) -> str:
+    wish = json.dumps([network, peer.name, peer.blob.hex(), peer.digest, peer.address, peer.size, deadline])
+    ended = python(PROBE.format(root=str(ROOT)), process.get("env"), wish, prefix=process.get("prefix", ()))
     assert (ended.returncode, ended.stderr) == (0, "")
     return ended.stdout.strip()
 
@@ -317,7 +369,7 @@ def test_an_error_has_ucxs_own_words() -> None:
     """The silent emulation as an error: what agents for GPU memory rely on."""
     assert nixl_env.variables(Network(), gpu=True)["UCX_PROTO_EMULATION_ENABLE"] == "n"
     with source(fresh("source")) as peer:
-        said = probed(peer, {"tcp_only": True}, {"UCX_PROTO_EMULATION_ENABLE": "n"})
+        said = probed(peer, {"tcp_only": True}, env={"UCX_PROTO_EMULATION_ENABLE": "n"})
         assert re.match(r"reading from .*: nixlRemoteDisconnectError.*No zero-copy protocol found for get", said)
 
 
@@ -419,7 +471,7 @@ def test_a_killed_source_is_an_error_and_its_successor_can_be_read(target: Calla
         with pytest.raises(TransportFailed, match=name):
             one.bring(peer)
         with pytest.raises(TransportFailed, match=name):
-            one.connect(peer)
+            one.reach(peer)
     with source(name, fill=8) as peer:
         one.connect(peer)
         one.bring(peer)
@@ -452,6 +504,56 @@ def test_a_frozen_source_costs_the_deadline(target: Callable[..., Target], netwo
         with pytest.raises(TransportFailed, match=r"no byte within 0\.3 s"):
             nixl.probe(one.agent, peer.name, rows[0], rows[1], deadline=0.3)
         one.agent.destroy()
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[tuple[str, str]]:
+    """Two network namespaces, joined: hosts a (10.77.0.1) and b (10.77.0.2)."""
+    need("netns", "mount", "ip")
+    a, b = names = (f"mx-{os.getpid()}-a", f"mx-{os.getpid()}-b")
+    commands = [f"netns add {a}", f"netns add {b}", f"link add eth7 netns {a} type veth peer name eth7 netns {b}"]
+    for number, name in enumerate(names, 1):
+        commands += [f"-n {name} addr add 10.77.0.{number}/24 dev eth7"]
+        commands += [f"-n {name} link set {device} up" for device in ("lo", "eth7")]
+    try:
+        for command in commands:
+            ip(command)
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def ip(command: str) -> None:
+    subprocess.run(["ip", *command.split()], check=True, capture_output=True)
+
+
+def test_another_host_is_read_over_its_network(two_hosts: tuple[str, str]) -> None:
+    a, b = (("ip", "netns", "exec", name) for name in two_hosts)
+    wish = {"tcp_only": True, "interface": "eth7"}
+    with source(fresh("source"), network=wish, prefix=a) as peer:
+        assert probed(peer, wish, prefix=b) == "tcp/eth7 (software emulation) True 7 7"
+
+
+def test_a_network_that_swallows_packets_costs_the_deadline(two_hosts: tuple[str, str]) -> None:
+    """UCX by itself would block for two minutes, inside the call that connects."""
+    a, b = (("ip", "netns", "exec", name) for name in two_hosts)
+    with source(fresh("source"), network={"tcp_only": True}, prefix=a) as peer:
+        ip(f"-n {two_hosts[1]} neigh replace 10.77.0.1 lladdr 02:00:00:00:00:99 dev eth7 nud permanent")
+        assert probed(peer, {"tcp_only": True}, deadline=0.5, prefix=b).endswith("no byte within 0.5 s")
+
+
+def test_connections_are_kept_alive(target: Callable[..., Target]) -> None:
+    """A host that is gone is seen within seconds: the kernel's timer of UCX's connections is no longer than that."""
+    with source(fresh("source")) as peer:
+        one = target()
+        one.connect(peer)
+        one.bring(peer)
+        lines = [line.split() for line in Path(f"/proc/{peer.pid}/net/tcp").read_text().splitlines()]
+        own = descriptors(peer.pid)
+        waits = [int(line[5].partition(":")[2], 16) for line in lines if line[9] in own and line[5].startswith("02:")]
+        assert waits
+        assert max(waits) <= 2.5 * os.sysconf("SC_CLK_TCK")
 
 
 def given_up(one: Target, peer: Source) -> nixl.Read:
@@ -563,31 +665,32 @@ def test_an_agent_for_host_memory_refuses_gpus(target: Callable[..., Target]) ->
             one.agent.read("peer", nixl.rows([0], [1]), nixl.rows([0], [1]), devices)
 
 
-@pytest.mark.skipif(capabilities.have("gpu"), reason="missing: no gpu")
 def test_an_agent_for_gpus_needs_one() -> None:
-    with pytest.raises(MissingCapability):
-        Agent(fresh("a"), gpu=True).register([(4096, 4096, 0)])
+    agent = Agent(fresh("a"), gpu=True)
+    if capabilities.have("gpu"):
+        assert agent.blob()
+    else:
+        with pytest.raises(MissingCapability):
+            agent.blob()
+    agent.destroy()
 
 
 @capability("gpu")
 def test_gpu_memory_is_read() -> None:
-    """Between two agents of one GPU, by the path that UCX finds for device memory; the block is registered as a whole."""
+    """From another process, over a path for device memory; blocks are registered as a whole."""
     import torch
 
     from mx_cli.transport import cuda
 
-    there = torch.full((8 * MIB,), 7, dtype=torch.uint8, device="cuda:0")
-    here = torch.zeros(8 * MIB, dtype=torch.uint8, device="cuda:0")
-    cuda.refuse_virtual([there, here])
-    source_agent, reader = (Agent(fresh("gpu"), gpu=True) for _ in range(2))
-    for agent, tensor in ((source_agent, there), (reader, here)):
-        block = cuda.allocation_of(tensor.data_ptr())
-        assert block.address <= tensor.data_ptr() <= block.address + block.length - tensor.nbytes
-        agent.register([(block.address, block.length, 0)])
-    blob = source_agent.blob()
-    reader.connect(blob, source_agent.name, sha256(blob))
-    rows = [nixl.rows([tensor.data_ptr()], [tensor.nbytes], 0) for tensor in (here, there)]
-    finish(reader.read(source_agent.name, rows[0], rows[1], (0, 0)))
-    assert bool((here == 7).all())
-    reader.destroy()
-    source_agent.destroy()
+    memory = torch.zeros(8 * MIB, dtype=torch.uint8, device="cuda:0")
+    cuda.refuse_virtual([memory])
+    block = cuda.allocation_of(memory.data_ptr())
+    assert block.address <= memory.data_ptr() <= block.address + block.length - memory.nbytes
+    agent = Agent(fresh("gpu"), gpu=True)
+    agent.register([(block.address, block.length, 0)])
+    with source(fresh("source"), size=memory.nbytes, device=0) as peer:
+        agent.connect(peer.blob, peer.name, peer.digest)
+        rows = [nixl.rows([place], [memory.nbytes], 0) for place in (memory.data_ptr(), peer.address)]
+        finish(agent.read(peer.name, rows[0], rows[1], (0, 0)))
+        assert bool((memory == 7).all())
+        agent.destroy()

@@ -21,12 +21,24 @@ MIB = 1 << 20
 
 
 class Source:
-    """.name .blob .digest .address .size of the memory, all of whose bytes are `fill`; `secret` was never registered."""
+    """.name .blob .digest .address .size of the memory, all of whose bytes are `fill`; `secret` was never registered.
 
-    def __init__(self, name: str, *, fill: int = 7, size: int = 4 * MIB, network: dict[str, Any] | None = None) -> None:
-        wish = {"name": name, "fill": fill, "size": size, "network": network or {}}
+    `network`: the fields of transport.nixl.Network. `device`: a GPU's number. `prefix` goes before the command.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        fill: int = 7,
+        size: int = 4 * MIB,
+        network: dict[str, Any] | None = None,
+        device: int = -1,
+        prefix: tuple[str, ...] = (),
+    ) -> None:
+        wish = {"name": name, "fill": fill, "size": size, "network": network or {}, "device": device}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.rig.nixl_source", json.dumps(wish)],
+            [*prefix, sys.executable, "-m", "tests.rig.nixl_source", json.dumps(wish)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -71,14 +83,27 @@ def source(name: str, **options: Any) -> Iterator[Source]:
 def main() -> None:
     import numpy as np
 
+    from mx_cli.transport import cuda
     from mx_cli.transport.nixl import Agent, Network
 
     wish = json.loads(sys.argv[1])
-    memory = np.full(wish["size"], wish["fill"], np.uint8)
     secret = np.full(MIB, 0xEE, np.uint8)
-    agent = Agent(wish["name"], Network(**wish["network"]))
-    agent.register([(memory.ctypes.data, memory.nbytes, -1)])
-    said = {"blob": agent.blob().hex(), "address": memory.ctypes.data, "secret": secret.ctypes.data}
+    device = wish["device"]
+    agent = Agent(wish["name"], Network(**wish["network"]), gpu=device >= 0)
+    memory: Any
+    if device >= 0:
+        import torch
+
+        memory = torch.full((wish["size"],), wish["fill"], dtype=torch.uint8, device=device)
+        torch.cuda.synchronize()
+        address = memory.data_ptr()
+        region = cuda.allocation_of(address)
+    else:
+        memory = np.full(wish["size"], wish["fill"], np.uint8)
+        address = memory.ctypes.data
+        region = cuda.Allocation(address, memory.nbytes)
+    agent.register([(region.address, region.length, device)])
+    said = {"blob": agent.blob().hex(), "address": address, "secret": secret.ctypes.data}
     print(json.dumps(said), flush=True)
     sys.stdin.read()
     agent.destroy()
