@@ -45,6 +45,15 @@ def _name(driver: ctypes.CDLL, status: int) -> str:
     return (name.value or b"").decode() or str(status)
 
 
+def allocations_of(addresses: Iterable[int]) -> list[Allocation]:
+    """The blocks that hold these pointers, each once, by address. Raises MissingCapability, TransportFailed."""
+    found: list[Allocation] = []
+    for address in sorted(addresses):
+        if not found or address >= found[-1].address + found[-1].length:
+            found.append(allocation_of(address))
+    return found
+
+
 def refuse_virtual(tensors: Iterable[Any]) -> None:
     """Raises MissingCapability when one of these CUDA tensors lies in expandable segments.
 
