@@ -3,43 +3,17 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.fault.points import RIGHT, Faults, spread
 from tests.rig import cachecheck, servers
-from tests.support import MIB, Mx, Running, capability, checkpoint_files, tree
+from tests.support import Mx, Running, capability, tree
 
 pytestmark = capability("gcc")
 
-FILES = checkpoint_files(shards=2, size=11 * MIB)
-RIGHT = cachecheck.sums(FILES)
 RENAMES, OTHERS = 10, 10
-Faults = Callable[..., dict[str, str]]
-
-
-@pytest.fixture(scope="module")
-def origin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.Hub]:
-    place = tmp_path_factory.mktemp("frozen")
-    with servers.faultd(place, hub=place / "hub") as server:
-        assert isinstance(server, servers.Hub)
-        server.commit(FILES)
-        yield server
-
-
-@pytest.fixture(scope="module")
-def calls(origin: servers.Hub, fault_so: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
-    """[pid, number, call, path] of each call of a whole run."""
-    place = tmp_path_factory.mktemp("calls")
-    mx = Mx(place / "mx")
-    env = {"LD_PRELOAD": fault_so, "MXF_DIR": mx.cache, "MXF_COUNT_FILE": place / "count", "MX_BEAT": "60s"}
-    mx("prefetch", origin.uri, env=origin.env | env).ok()
-    return [line.split() for line in (place / "count").read_text().splitlines()]
-
-
-def spread(numbers: list[int], slot: int, slots: int) -> int:
-    return numbers[slot * (len(numbers) - 1) // (slots - 1)]
 
 
 def depose_and_wake(mx: Mx, origin: servers.Hub, env: dict[str, str], theirs: dict[str, str] | None = None) -> None:

@@ -3,46 +3,29 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.fault.points import RIGHT, Faults, spread
 from tests.rig import cachecheck, servers
-from tests.support import MIB, Mx, Result, capability, checkpoint_files, tree
+from tests.support import MIB, Mx, Result, capability, tree
 
 pytestmark = capability("gcc")
 
-FILES = checkpoint_files(shards=2, size=11 * MIB)
-RIGHT = cachecheck.sums(FILES)
 SLOTS = 33
 # Between these calls the state of the disk changes for others; of the many writes a few are enough.
 TELLING = ("rename", "link", "fsync", "unlink", "mkdir", "fallocate", "open")
-Faults = Callable[..., dict[str, str]]
 
 
 @pytest.fixture(scope="module")
-def origin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.Hub]:
-    place = tmp_path_factory.mktemp("kill")
-    with servers.faultd(place, hub=place / "hub") as server:
-        assert isinstance(server, servers.Hub)
-        server.commit(FILES)
-        yield server
-
-
-@pytest.fixture(scope="module")
-def points(origin: servers.Hub, fault_so: Path, tmp_path_factory: pytest.TempPathFactory) -> list[int]:
+def points(calls: list[list[str]]) -> list[int]:
     """SLOTS numbers for KILL_AT, spread over the calls of a whole run."""
-    place = tmp_path_factory.mktemp("points")
-    mx = Mx(place / "mx")
-    env = {"LD_PRELOAD": fault_so, "MXF_DIR": mx.cache, "MXF_COUNT_FILE": place / "count"}
-    mx("prefetch", origin.uri, env=origin.env | env).ok()
-    rows = [line.split() for line in (place / "count").read_text().splitlines()]
-    telling = [int(row[1]) for row in rows if row[2] in TELLING and "/models/" in row[3]]
-    writes = [int(row[1]) for row in rows if row[2] in ("write", "pwrite")]
-    mine = [*telling, *writes[:: max(1, len(writes) // 12)]]
-    mine = sorted(dict.fromkeys(mine))
-    return [mine[slot * (len(mine) - 1) // (SLOTS - 1)] for slot in range(SLOTS)]
+    telling = [int(row[1]) for row in calls if row[2] in TELLING and "/models/" in row[3]]
+    writes = [int(row[1]) for row in calls if row[2] in ("write", "pwrite")]
+    mine = sorted({*telling, *writes[:: max(1, len(writes) // 12)]})
+    return [spread(mine, slot, SLOTS) for slot in range(SLOTS)]
 
 
 def check_after_kill(mx: Mx, origin: servers.Hub) -> None:

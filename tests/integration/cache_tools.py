@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.support import Mx
+from tests.support import Mx, checkpoint_files, noise, safetensors_bytes
 
 DAY = 86400
 
@@ -17,6 +17,17 @@ def model_dir(cache: Path) -> Path:
     """The directory of the only model."""
     (found,) = (cache / "models").iterdir()
     return found
+
+
+def weight_sets() -> tuple[dict[str, bytes], dict[str, bytes]]:
+    """Two disjoint parts of a checkpoint: the files of the default selection, and weights that it leaves out."""
+    files = checkpoint_files(shards=2, size=400_000) | {"README.md": b"# a model\n"}
+    others = {
+        "pytorch_model.bin": noise("bin", 200_000),
+        "original/model.safetensors": safetensors_bytes({"o": ("BF16", (100, 256), None)}),
+        "model.safetensors": safetensors_bytes({"w": ("BF16", (100, 256), None)}),
+    }
+    return files, others
 
 
 def make_older(cache: Path, revision: str, days: float) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.cache_tools import model_dir
+from tests.integration.cache_tools import model_dir, weight_sets
 from tests.rig import cachecheck, servers
 from tests.rig.scripted import manifests
 from tests.support import Mx, Running, capability, checkpoint_files, clean_env, noise, safetensors_bytes, tree
@@ -527,23 +527,9 @@ def test_a_second_commit_fetches_what_changed(mx: Mx, hub: servers.Hub) -> None:
     assert same >= {name for name in files if name.endswith(".safetensors")} - {shard}
 
 
-def several_weight_sets() -> tuple[dict[str, bytes], dict[str, bytes]]:
-    files = checkpoint_files(shards=2, size=400_000) | {"README.md": b"# a model\n"}
-    others = {
-        "pytorch_model.bin": noise("bin", 200_000),
-        "original/model.safetensors": safetensors_bytes({"o": ("BF16", (100, 256), None)}),
-        "model.safetensors": safetensors_bytes({"w": ("BF16", (100, 256), None)}),
-    }
-    return files, others
-
-
-def weights_in(directory: Path) -> set[str]:
-    return {name for name in tree(directory) if name.endswith((".safetensors", ".bin"))}
-
-
 def test_everything_after_the_default_has_its_own_directory(mx: Mx, hub: servers.Hub) -> None:
     """An engine's glob in the default's directory never meets two weight sets."""
-    files, others = several_weight_sets()
+    files, others = weight_sets()
     sha = hub.commit(files | others)
     default = mx("prefetch", hub.uri, "--json", env=hub.env).ok().json()
     plain = Path(default["dir"])
@@ -566,7 +552,7 @@ def test_everything_after_the_default_has_its_own_directory(mx: Mx, hub: servers
 
 
 def test_the_default_after_everything_has_one_weight_set(mx: Mx, hub: servers.Hub) -> None:
-    files, others = several_weight_sets()
+    files, others = weight_sets()
     hub.commit(files | others)
     every = Path(mx("prefetch", hub.uri, "--all", env=hub.env).ok().out.strip())
     hub.reset()
@@ -580,7 +566,7 @@ def test_the_default_after_everything_has_one_weight_set(mx: Mx, hub: servers.Hu
 
 
 def test_small_files_are_added_in_place(mx: Mx, hub: servers.Hub) -> None:
-    files, others = several_weight_sets()
+    files, others = weight_sets()
     hub.commit(files | others)
     weights = ("--include", "model-*", "--include", "model.safetensors.index.json")
     first = mx("prefetch", hub.uri, *weights, env=hub.env).ok().out

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from mx_cli.cache.layout import slug
+from tests.integration.cache_tools import weight_sets
 from tests.rig import cachecheck, servers
-from tests.support import MIB, Mx, Running, capability, checkpoint_files, safetensors_bytes, tree
+from tests.support import MIB, Mx, Running, capability, checkpoint_files, tree
 
 Faults = Callable[..., dict[str, str]]
 PLAIN = {"MX_PROGRESS_EVERY": "0.1s"}
@@ -239,12 +240,6 @@ def test_names_that_stay_hidden(mx: Mx, hub: servers.Hub, cifuse: Callable[..., 
 # --- several selections, and none at all -----------------------------------------------------------------------------
 
 
-def two_weight_sets() -> dict[str, bytes]:
-    files = checkpoint_files(shards=1, size=2 * MIB)
-    files["fp8/model.safetensors"] = safetensors_bytes({"a": ("BF16", (512, 512), None)}, seed="other")
-    return files
-
-
 def test_a_later_selection_adds_in_place(mx: Mx, hub: servers.Hub) -> None:
     files = checkpoint_files(shards=1, size=2 * MIB) | {"README.md": b"# a model\n" * 50, "notes/a.txt": b"a\n"}
     sha = hub.commit(files)
@@ -262,30 +257,30 @@ def test_a_later_selection_adds_in_place(mx: Mx, hub: servers.Hub) -> None:
 
 
 def test_another_weight_set_has_its_own_directory(mx: Mx, hub: servers.Hub) -> None:
-    files = two_weight_sets()
-    hub.commit(files)
-    first = mx("prefetch", hub.uri, "--include", "model.safetensors", "--include", "*.json", "--json", env=hub.env).ok()
+    files, others = weight_sets()
+    hub.commit(files | others)
+    first = mx("prefetch", hub.uri, "--json", env=hub.env).ok()
     hub.reset()
-    both = ("--include", "fp8/*", "--include", "*.json")
+    both = ("--include", "original/*", "--include", "*.json")
     second = mx("prefetch", hub.uri, *both, "--json", env=hub.env).ok()
     one, two = Path(first.json()["dir"]), Path(second.json()["dir"])
     assert two.name.startswith(one.name + "+")
     assert (one / "config.json").stat().st_ino == (two / "config.json").stat().st_ino
-    assert not (two / "model.safetensors").exists()
+    assert not list(two.glob("*.safetensors"))
     assert not hub.bytes_served("config.json")
     assert mx("prefetch", hub.uri, *both, "--json", env=hub.env).ok().json()["dir"] == str(two)
 
 
 def test_two_selections_at_once(mx: Mx, hub: servers.Hub) -> None:
     """They take turns, and share what they have in common."""
-    files = two_weight_sets()
-    hub.commit(files)
+    files, others = weight_sets()
+    hub.commit(files | others)
     env = hub.env | {"MX_TTL": "20s"}
-    include = [("--include", "model.safetensors"), ("--include", "fp8/*"), ("--include", "*.json"), ("--all",)]
+    include = [("--include", "model.safetensors"), ("--include", "original/*"), ("--include", "*.json"), ("--all",)]
     running = [mx.start("prefetch", hub.uri, *words, "--json", env=env) for words in include for _ in range(2)]
     for one in running:
         assert one.wait().ok().json()["files"]
-    cachecheck.check_names(mx.cache, cachecheck.sums(files))
+    cachecheck.check_names(mx.cache, cachecheck.sums(files | others))
     cachecheck.check_manifests(mx.cache)
     cachecheck.check_clean(mx.cache)
 
