@@ -72,3 +72,11 @@ def copy_to(index: int, address: int, view: memoryview) -> None:
     target = torch.as_tensor(_Bytes(address, len(view)), device=f"cuda:{index}")
     target.copy_(torch.frombuffer(view, dtype=torch.uint8))
     torch.cuda.synchronize(index)
+
+
+def pin(address: int, length: int) -> None:
+    """Lock host memory, so that copies to a GPU overlap with what follows. Raises NoSpace."""
+    torch = require(0)
+    status = torch.cuda.cudart().cudaHostRegister(address, length, 0)
+    if int(status):
+        raise NoSpace(f"cannot lock {length} bytes of host memory (CUDA error {int(status)})", hint="ulimit -l")
