@@ -155,12 +155,11 @@ class Handle:
             self._context.notice(f"readers get the bytes by path socket only: {reason}")
             return None
         regions = [(row.address, row.length, HOST) for row in described.extents if row.device == HOST]
-        blocks: set[tuple[int, int, int]] = set()
+        regions = merged(regions)
         for device in gpu:
-            found = (cuda.allocation_of(row.address) for row in described.extents if row.device == device)
             # Neighbouring blocks of cudaMalloc are never one region.
-            blocks |= {(block.address, block.length, device) for block in found}
-        regions = [*merged(regions), *sorted(blocks)]
+            found = cuda.allocations_of(row.address for row in described.extents if row.device == device)
+            regions += [(block.address, block.length, device) for block in found]
         if self._agent is None or regions != self._regions:
             if self._agent is not None:
                 self._agent.destroy()
