@@ -28,6 +28,7 @@ from mx_cli.transport.held import InMemory
 from mx_cli.transport.nixl_env import RDMA_DEVICES
 
 UPDATE_WAIT = 30.0
+CLOSE_WAIT = 1.0
 
 
 def process_context(options: Mapping[str, Any]) -> Context:
@@ -75,7 +76,7 @@ class Handle:
             described = describe_holding(source, named, 0, all_buffers)
             self._serving.offer(described.holding, self._held(described))
         except BaseException:
-            self._serving.close()
+            self._release()
             raise
 
     @property
@@ -108,10 +109,14 @@ class Handle:
     def update(self, wait: float = UPDATE_WAIT) -> Iterator[None]:
         """While the block runs the weights may change: no new readers, and those that read have had `wait` seconds.
 
-        Who reads longer is sent away. Afterwards everything is hashed again, as the next version; also after an error in
-        the block, since weights may have changed. Blocks.
+        Who reads longer is sent away: its bytes come with the digests that they had, or its pull fails. Afterwards
+        everything is hashed again, as the next version; also after an error in the block, since weights may have changed.
+        Blocks. Raises UsageError for a handle that is closed, and what `serve` raises for tensors; then nobody reads until
+        another update succeeds.
         """
         with self._changing:
+            if self._source is None:
+                raise UsageError("this handle is closed", hint="serve again")
             control = self._serving.control
             control.pause()
             try:
@@ -125,9 +130,18 @@ class Handle:
                 control.resume()
 
     def close(self) -> None:
-        """Stop serving, after the readers that are there have had a moment. Idempotent."""
-        self._serving.drain(1.0)
+        """Stop serving, after the readers that are there have had a moment; nothing refers to the weights then. Idempotent."""
+        with self._changing:
+            if self._source is not None:
+                self._serving.drain(CLOSE_WAIT)
+                self._release()
+
+    def _release(self) -> None:
+        self._source = None
         self._serving.close()
+        if self._agent is not None:
+            self._agent.destroy()
+            self._agent = None
 
     def __enter__(self) -> Handle:
         return self
@@ -204,14 +218,18 @@ def serve(
     name: str | None = None,
     **settings: Any,
 ) -> Handle:
-    """Offer the tensors of a module, or of a mapping of tensors and modules, to peers; a context manager.
+    """Offer the tensors of a module, or of a mapping of tensors, modules and mappings, to peers; a context manager.
 
     Parameters and persistent buffers are offered where they lie, tied ones once; tensors that are scattered over memory
-    are copied first. `config`: the model's config.json (bytes, or what it holds), part of the content identity. `origin`:
+    are copied first. Change weights only inside of the handle's `update()`: what changes otherwise fails its digest at the
+    reader. `all_buffers`: also buffers that a state dict leaves out. Threads of this process answer; nothing is forked.
+
+    `listen`, `advertise`, `max_readers`, `name`: as in `mx serve`; others than this host's processes get in only with
+    `peer_token_file` (a setting). `config`: the model's config.json (bytes, or what it holds), part of the content identity. `origin`:
     (URI, revision) that the weights are of. `stage` and `layout`: see `mx hash`. `settings`: as in `mx config`.
 
-    Blocks while the weights are hashed (0.1 s a GB). Raises UsageError for tensors without bytes, and for addresses as
-    `mx serve` does; MissingCapability without torch.
+    Blocks while the weights are hashed (0.1 s a GB). Raises UsageError for tensors without bytes of their own, and for
+    addresses as `mx serve` does; MissingCapability without torch.
     """
     require_torch()
     context = process_context(settings)

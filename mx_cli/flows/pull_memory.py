@@ -68,12 +68,11 @@ def compare(
 
 
 def table(holding: Holding) -> dict[str, Shape]:
-    """dtype and shape of everything that a holding has a name for; a name that only holds overlapping tensors is none."""
-    holders = {
-        alias.of for alias in holding.aliases.values() if "+" in alias.of and alias.of.split("+")[0] in holding.aliases
-    }
+    """dtype and shape of everything that a holding has a name for; what only holds overlapping tensors has no kind."""
     found: dict[str, Shape] = {
-        tensor.name: (tensor.dtype, tensor.shape) for tensor in holding.tensors if tensor.name not in holders
+        tensor.name: (tensor.dtype, tensor.shape)
+        for tensor in holding.tensors
+        if not holding.kinds or tensor.name in holding.kinds
     }
     return found | {name: (alias.dtype, alias.shape) for name, alias in holding.aliases.items()}
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from mx_cli.base.errors import UsageError
 from mx_cli.engine import route
-from mx_cli.engine.buffers import Pool
 from mx_cli.engine.many import Bell, Member
 from mx_cli.engine.route import Attempt, Taken
 from mx_cli.flows.context import Context
@@ -18,10 +17,9 @@ from mx_cli.flows.holdings import local_holding
 from mx_cli.flows.in_process import merged, process_context, require_torch
 from mx_cli.flows.peering import Peering
 from mx_cli.flows.pull import Pull, PullRequest
-from mx_cli.flows.pull_memory import Moved, Put, Shape, compare, disk_member, move, place_of, table
+from mx_cli.flows.pull_memory import Moved, Put, Shape, compare, disk_member, move, table
+from mx_cli.flows.targets import Layout, byte_block, filled_by_twins, layout_of, packed, pieces_of
 from mx_cli.model.holding import HOST, Extent, Holding, joined
-
-ALIGN = 64
 
 
 @dataclass(frozen=True)
@@ -37,15 +35,6 @@ class Received:
     attempts: tuple[Attempt, ...]
     sources: Mapping[str, int]
     version: int
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where the bytes go. `regions`: own memory to open for a peer. `finish` is called when all are there."""
-
-    targets: list[Extent]
-    names: list[str]
-    finish: Callable[[], None]
 
 
 MakeLayout = Callable[[Holding], Layout]
@@ -140,38 +129,31 @@ def pull_into(
 ) -> Received:
     """Fill the tensors of a module, or of a mapping, with the weights of `model` (a URI, an identity, a directory).
 
-    Names, dtypes and shapes are compared before a byte moves. Bytes go straight to where the tensors are; only those
-    whose elements are scattered over memory get a copy for the time being. Buffers that a state dict leaves out are
-    untouched unless `all_buffers`. `settings`: as in `mx config`.
+    Names, dtypes and shapes are compared before a byte moves, and every 4 MiB are verified. `allow_missing`: what the source
+    lacks stays as it is; `allow_extra`: what it has more is left there. Buffers that a state dict leaves out are untouched
+    unless `all_buffers`. Bytes go straight to where the tensors are, without a second copy. Only tensors that are scattered
+    over memory get one for the time being, and those that are tied at the source and not here. Tied tensors stay tied.
 
-    Blocks. Raises Incompatible, NoPeer and what the routes raise; after any error the target must not be used.
+    `routes` are tried in this order: `peer` (those that discovery finds, or only `peers`, HOST:PORT each), `cache`,
+    `origin` (the URI, or `origin` for an identity). `path`: auto, nixl-read or socket. `require`: rdma, encrypted.
+    `settings`: as in `mx config`, such as `wait`, `discovery`, `cache_dir`, `peer_token_file`.
+
+    Blocks. Raises UsageError for a target that cannot be filled, Incompatible for one that does not fit (then nothing was
+    written), NoPeer, IntegrityError, TransportFailed and what a prefetch raises. After any other error than the first two
+    the target must not be used.
     """
     require_torch()
     from mx_cli.sinks import torch_tensors
 
     described = torch_tensors.describe(target, all_buffers=all_buffers, pack=False)
     context = process_context(settings)
-    wanted: dict[str, Shape] = {one.name: (one.dtype, one.shape) for one in described}
 
     def make(holding: Holding) -> Layout:
-        names = compare(holding, wanted, allow_missing=allow_missing, allow_extra=allow_extra)
-        chosen = {one.name: one for one in described if one.name in set(names)}
-        extents, later = [], []
-        for name in names:
-            one = chosen[name]
-            file, start, size = place_of(holding, name)
-            if one.packed:
-                block = _block(one.device, size)
-                later.append((one.tensor, torch_tensors.tensor_of(block, 0, one.dtype, one.shape)))
-                extents.append(Extent(file, start, size, block.data_ptr(), one.device))
-            else:
-                extents.append(Extent(file, start, size, one.address, one.device))
-
-        def finish() -> None:
-            for scattered, gathered in later:
-                scattered.copy_(gathered)
-
-        return Layout(_apart(extents), names, finish)
+        twins = filled_by_twins(described, table(holding))
+        wanted: dict[str, Shape] = {one.name: (one.dtype, one.shape) for one in described if one.name not in twins}
+        names = set(compare(holding, wanted, allow_missing=allow_missing, allow_extra=allow_extra))
+        layout = layout_of(holding, [one for one in described if one.name in names])
+        return dataclasses.replace(layout, names=[*layout.names, *sorted(twins)])
 
     request = request_of(model, revision, origin, peers, path, require, routes)
     return IntoMemory(request, context, make, put_on_gpu()).run()
@@ -192,7 +174,8 @@ def pull(
 ) -> dict[str, Any]:
     """The weights of `model` as tensors of this process's own, by name; tied ones share memory. `names`: only these.
 
-    Host memory is one pool of huge pages, in the source's order. Blocks; raises as `pull_into` does, and NoSpace.
+    `device`: cpu, cuda or cuda:N. Host memory is one pool of huge pages, which lives as long as any of the tensors. The
+    other arguments are those of `pull_into`. Blocks; raises as `pull_into` does, UsageError for unknown names, and NoSpace.
     """
     require_torch()
 
@@ -215,65 +198,22 @@ def own_tensors(holding: Holding, names: Sequence[str] | None, device: int, tens
     if names is not None and (lacking := sorted(set(names) - every.keys())):
         raise UsageError(f"no such tensors: {', '.join(lacking[:5])}")
     chosen = sorted(every if names is None else names)
-    places = {name: place_of(holding, name) for name in chosen}
-    extents, offsets, size = _packed(places, {name: every[name][0] for name in chosen}, device)
-    block = _block(device, size)
+    wanted = pieces_of(holding, {name: every[name][0] for name in chosen})
+    starts, size = packed(wanted)
+    block = byte_block(device, size)
     base = block.data_ptr()
-    targets = [row._replace(address=base + row.address) for row in extents]
+    targets = [
+        Extent(one.file, one.start, one.length, base + at, device) for one, at in zip(wanted, starts, strict=True)
+    ]
+    offsets = {
+        name: at + inside for one, at in zip(wanted, starts, strict=True) for name, inside in one.offsets.items()
+    }
 
     def finish() -> None:
         for name in chosen:
-            tensors[name] = torch_tensors.tensor_of(block, offsets[name], *every[name])
+            tensors[name] = torch_tensors.tensor_of(block, offsets.get(name, 0), *every[name])
 
     return Layout(joined(targets), chosen, finish)
-
-
-def _packed(
-    places: Mapping[str, tuple[str, int, int]], dtypes: Mapping[str, str], device: int
-) -> tuple[list[Extent], dict[str, int], int]:
-    """Extents with addresses from 0, the offset of each tensor, and the bytes in all; shared bytes are there once."""
-    from mx_cli.sinks.torch_tensors import alignment
-
-    extents: list[Extent] = []
-    offsets: dict[str, int] = {}
-    size = 0
-    for name in sorted(places, key=lambda name: (places[name][0], places[name][1], -places[name][2])):
-        file, start, length = places[name]
-        last = extents[-1] if extents else None
-        step = alignment(dtypes[name])
-        if (
-            last
-            and last.file == file
-            and start + length <= last.end
-            and (last.address + start - last.offset) % step == 0
-        ):
-            offsets[name] = last.address + start - last.offset
-            continue
-        follows = last is not None and last.file == file and last.end == start and size % step == 0
-        at = size if follows else -(-size // ALIGN) * ALIGN
-        extents.append(Extent(file, start, length, at, device))
-        offsets[name] = at
-        size = at + length
-    return extents, offsets, size
-
-
-def _apart(extents: Sequence[Extent]) -> list[Extent]:
-    """Tied targets take the same bytes to the same place: once. Raises UsageError where one place wants two tensors."""
-    rows = joined(dict.fromkeys(extents))
-    found: list[Extent] = []
-    for row in rows:
-        last = found[-1] if found else None
-        if last and last.file == row.file and row.offset < last.end:
-            shift = row.offset - last.offset
-            if row.device == last.device and row.address == last.address + shift:
-                length = max(last.length, shift + row.length)
-                found[-1] = last._replace(length=length)
-                continue
-            raise UsageError(
-                "tensors that are tied at the source are not tied here", hint="tie them, or pull() new tensors"
-            )
-        found.append(row)
-    return found
 
 
 def device_number(text: str) -> int:
@@ -284,17 +224,6 @@ def device_number(text: str) -> int:
     if kind == "cuda" and (not number or number.isdecimal()):
         return int(number or 0)
     raise UsageError(f"not a device: {text!r}", hint="cpu, cuda or cuda:N")
-
-
-def _block(device: int, size: int) -> Any:
-    """A tensor of bytes: a pool of huge pages, or a block of a GPU's memory."""
-    if device != HOST:
-        from mx_cli.transport.on_gpu import allocate
-
-        return allocate(device, size)
-    from mx_cli.sinks.torch_tensors import bytes_of
-
-    return bytes_of(Pool(max(size, 1)).view)
 
 
 def put_on_gpu() -> Put:

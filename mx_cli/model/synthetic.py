@@ -49,10 +49,11 @@ class Synthetic:
 def synthesize(tensors: Iterable[Run]) -> Synthetic:
     """One file of these tensors, in the order of their addresses, so that neighbours in memory are neighbours in it.
 
-    Tensors whose bytes another one holds too become its aliases. Those that overlap without one holding the other are put
-    into a tensor of bytes of its own, named after them.
+    Tensors whose bytes another one holds too become its aliases; of equal ones the first keeps its name, which is also the
+    one that a checkpoint keeps. Those that overlap without one holding the other are put into a tensor of bytes of its own,
+    under a name that no tensor has. Names must differ.
     """
-    runs, aliases = _untie(sorted(tensors, key=lambda run: (run.device, run.address, -run.size, run.name)))
+    runs, aliases = _untie(sorted(tensors, key=lambda run: (run.device, run.address, -run.size)))
     entries, at = {}, 0
     for run in runs:
         entries[run.name] = {"dtype": run.dtype, "shape": list(run.shape), "data_offsets": [at, at + run.size]}
@@ -69,13 +70,17 @@ def synthesize(tensors: Iterable[Run]) -> Synthetic:
 
 def _untie(runs: Sequence[Run]) -> tuple[list[Run], dict[str, Alias]]:
     """Those that hold bytes of their own, and the aliases of the rest."""
-    own: list[Run] = []
+    own = [run for run in runs if not run.size]
     aliases: dict[str, Alias] = {}
-    for group in _overlapping(runs):
+    names = {run.name for run in runs}
+    for group in _overlapping([run for run in runs if run.size]):
         holder = group[0]
         end = max(run.end for run in group)
         if holder.end < end:
-            name = "+".join(run.name for run in group)
+            name = f"{holder.name}+{len(group) - 1}"
+            while name in names:
+                name += "+"
+            names.add(name)
             holder = Run(name, "U8", (end - holder.address,), holder.address, holder.device)
         own.append(holder)
         aliases |= {
@@ -87,17 +92,16 @@ def _untie(runs: Sequence[Run]) -> tuple[list[Run], dict[str, Alias]]:
 
 
 def _overlapping(runs: Sequence[Run]) -> Iterable[list[Run]]:
-    """Groups of runs that share bytes; the first of each starts first, and of those that do is the longest."""
+    """Groups of runs, none empty, that share bytes; the first of each starts first, and of those that do is the longest."""
     group: list[Run] = []
     end = 0
     for run in runs:
-        if group and run.size and run.device == group[0].device and run.address < end:
+        if group and run.device == group[0].device and run.address < end:
             group.append(run)
+            end = max(end, run.end)
         else:
             if group:
                 yield group
-            group = [run]
-            end = 0
-        end = max(end, run.end)
+            group, end = [run], run.end
     if group:
         yield group

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mx_cli.base.errors import UsageError
+from mx_cli.model.header import BITS
 from mx_cli.model.holding import HOST, size_of
 
 _DTYPES = {
@@ -22,6 +23,7 @@ _DTYPES = {
 """torch's names -> those of safetensors. An element of float4_e2m1fn_x2 is two of F4."""
 
 PARAMETER, BUFFER = "parameter", "buffer"
+METADATA = "__metadata__"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,8 @@ class Described:
 def named_tensors(source: Any, *, all_buffers: bool = False) -> Iterator[tuple[str, str, Any]]:
     """(name, kind, tensor) of a module's parameters and persistent buffers, or of a mapping; tied names each.
 
-    `all_buffers`: also those that a state dict leaves out. Raises UsageError for anything else.
+    A mapping may hold tensors, modules and mappings: names are joined by dots. `all_buffers`: also buffers that a state
+    dict leaves out. Raises UsageError for anything else.
     """
     import torch
 
@@ -60,7 +63,7 @@ def named_tensors(source: Any, *, all_buffers: bool = False) -> Iterator[tuple[s
     if not isinstance(source, Mapping):
         raise UsageError(f"not a module or a mapping of tensors: {type(source).__name__}")
     for name, value in source.items():
-        if isinstance(value, torch.nn.Module):
+        if isinstance(value, (torch.nn.Module, Mapping)):
             inner = named_tensors(value, all_buffers=all_buffers)
             yield from ((f"{name}.{below}", kind, tensor) for below, kind, tensor in inner)
         elif isinstance(value, torch.Tensor):
@@ -81,11 +84,22 @@ def describe(source: Any, *, all_buffers: bool = False, pack: bool = True) -> li
     """Every tensor of a module or a mapping. Those whose elements are scattered are copied when `pack`, else left so.
 
     Of a tensor that is left so, `address` is 0: bytes for it need a place of their own. Raises UsageError naming what has
-    no bytes (meta, sparse) or a dtype that safetensors does not know.
+    no bytes of its own (meta, sparse, sharded), a dtype that safetensors does not know, or a name that cannot be used.
     """
-    return [
-        _described(name, kind, tensor, pack) for name, kind, tensor in named_tensors(source, all_buffers=all_buffers)
-    ]
+    found: dict[str, Described] = {}
+    for name, kind, tensor in named_tensors(source, all_buffers=all_buffers):
+        _check_name(name, found)
+        found[name] = _described(name, kind, tensor, pack)
+    return list(found.values())
+
+
+def _check_name(name: str, known: Mapping[str, Described]) -> None:
+    if name in known:
+        raise UsageError(f"two tensors have the name {name!r}")
+    if name == METADATA:
+        raise UsageError(f"no tensor can have the name {name}: safetensors keeps it for other things")
+    if not name.isascii() and any("\ud800" <= letter <= "\udfff" for letter in name):
+        raise UsageError(f"a tensor's name is not Unicode ({name!a})")
 
 
 def _described(name: str, kind: str, tensor: Any, pack: bool) -> Described:
@@ -94,7 +108,8 @@ def _described(name: str, kind: str, tensor: Any, pack: bool) -> Described:
     if tensor.is_meta:
         raise UsageError(f"{name!r} is on the device meta: it has no bytes", hint="materialise it first (to_empty)")
     if tensor.layout != torch.strided or tensor.is_quantized:
-        raise UsageError(f"{name!r} has the layout {tensor.layout}: only dense tensors are served")
+        what = "is quantised" if tensor.is_quantized else f"has the layout {tensor.layout}"
+        raise UsageError(f"{name!r} {what}: only dense tensors can be moved")
     dtype, shape = dtype_and_shape(name, tensor)
     device = HOST if tensor.device.type == "cpu" else tensor.device.index
     if tensor.device.type not in ("cpu", "cuda"):
@@ -104,8 +119,22 @@ def _described(name: str, kind: str, tensor: Any, pack: bool) -> Described:
     packed = is_view or not tensor.is_contiguous()
     if packed and pack:
         tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    elif packed and any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise UsageError(f"{name!r} is expanded: several of its elements are one in memory", hint="make a copy of it")
+    if tensor.numel() and not _pointer(name, tensor):
+        raise UsageError(f"{name!r} has no bytes: its memory was given back (FSDP does that to shards)")
     address = tensor.data_ptr() if not packed or pack else 0
     return Described(name, dtype, shape, kind, device, address, size_of(dtype, shape), tensor, packed)
+
+
+def _pointer(name: str, tensor: Any) -> int:
+    """Where its bytes begin. Raises UsageError for a tensor that is made of others (sharded, wrapped, fake)."""
+    try:
+        return int(tensor.data_ptr())
+    except (RuntimeError, NotImplementedError) as error:
+        raise UsageError(
+            f"{name!r} is a {type(tensor).__name__} without memory of its own", hint=str(error).splitlines()[0][:200]
+        ) from None
 
 
 def dtype_and_shape(name: str, tensor: Any) -> tuple[str, tuple[int, ...]]:
@@ -150,8 +179,7 @@ def tensor_of(block: Any, offset: int, dtype: str, shape: tuple[int, ...]) -> An
 
 def alignment(dtype: str) -> int:
     """Bytes that a tensor's address has to be a multiple of."""
-    known = _torch_dtypes().get(dtype)
-    return known.itemsize if known is not None else 1
+    return max(1, BITS.get(dtype, 8) // 8)
 
 
 def bytes_of(view: memoryview) -> Any:

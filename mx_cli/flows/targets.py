@@ -1,0 +1,200 @@
+"""Tensors that are there already as the target of a pull: which bytes go straight to them, and which by a copy.
+
+torch is imported inside the functions, as in `sinks.torch_tensors`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mx_cli.base.errors import Incompatible
+from mx_cli.engine.buffers import Pool
+from mx_cli.flows.pull_memory import place_of
+from mx_cli.model.holding import HOST, Extent, Holding
+from mx_cli.plan.shared import Piece, Wanted, pieces
+from mx_cli.sinks.torch_tensors import Described, alignment
+
+ALIGN = 64
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the bytes go, and the tensors that get them. `finish` is called when all are there."""
+
+    targets: list[Extent]
+    names: list[str]
+    finish: Callable[[], None]
+
+
+def pieces_of(holding: Holding, dtypes: Mapping[str, str]) -> list[Piece]:
+    """What to fetch for these tensors (name -> dtype): all bytes once, and whole blocks, so that all can be verified."""
+    places = ((name, place_of(holding, name), dtype) for name, dtype in dtypes.items())
+    return pieces((Wanted(name, *place, alignment(dtype)) for name, place, dtype in places), holding.blocks)
+
+
+def filled_by_twins(described: Sequence[Described], offered: Mapping[str, object]) -> set[str]:
+    """Names that are not offered, of tensors that are the very same memory as one that is (tied weights)."""
+    present = {_memory(one) for one in described if one.name in offered}
+    return {one.name for one in described if one.name not in offered and _memory(one) in present}
+
+
+def layout_of(holding: Holding, described: Sequence[Described]) -> Layout:
+    """Where the bytes of these tensors go, all of which the holding has.
+
+    A piece goes straight to where its tensors are, when they lie there as they do in the piece. Otherwise it gets memory
+    for the time being, and they copies of it: tensors that are scattered, or tied at the source and not here. Raises
+    Incompatible for tensors that are one memory here and differ at the source, NoSpace.
+    """
+    chosen = _without_twins(holding, described)
+    entangled = _entangled(chosen)
+    by_name = {one.name: one for one in chosen}
+    extents: list[tuple[Extent, str]] = []
+    indirect: list[Piece] = []
+    for piece in pieces_of(holding, {one.name: one.dtype for one in chosen}):
+        members = [by_name[name] for name in piece.offsets]
+        if piece.covered and _lies_alike(piece, members) and not entangled & piece.offsets.keys():
+            first = members[0]
+            address = first.address - piece.offsets[first.name]
+            extents.append((Extent(piece.file, piece.start, piece.length, address, first.device), first.name))
+        else:
+            indirect.append(piece)
+    _refuse_overlaps(extents)
+    copies: list[tuple[Described, Any]] = []
+    for device in sorted({by_name[next(iter(piece.offsets))].device for piece in indirect}):
+        mine = [piece for piece in indirect if by_name[next(iter(piece.offsets))].device == device]
+        copies += _through_copies(mine, by_name, device, extents)
+
+    def finish() -> None:
+        _copy(copies)
+        _check([pair for pair in copies if pair[0].name in entangled])
+
+    return Layout([extent for extent, _ in extents], [one.name for one in described], finish)
+
+
+def _memory(one: Described) -> object:
+    return one.tensor.data_ptr(), one.tensor.stride(), one.shape, one.dtype, one.device
+
+
+def _without_twins(holding: Holding, described: Iterable[Described]) -> list[Described]:
+    """One of each memory. Raises Incompatible where the source has different bytes for it."""
+    kept: dict[object, Described] = {}
+    for one in described:
+        twin = kept.setdefault(_memory(one) if one.size else one.name, one)
+        if twin is not one and not _same_bytes(holding, twin.name, one.name):
+            raise _torn(twin.name, one.name)
+    return list(kept.values())
+
+
+def _same_bytes(holding: Holding, name: str, other: str) -> bool:
+    if place_of(holding, name) == place_of(holding, other):
+        return True
+    if name in holding.aliases or other in holding.aliases:
+        return False
+    blocks = holding.by_name[name].blocks
+    return bool(blocks) and blocks == holding.by_name[other].blocks
+
+
+def _torn(name: str, other: str) -> Incompatible:
+    return Incompatible(
+        f"tensors do not agree: {name} and {other} share memory here, and differ at the source",
+        hint="untie them, or mx_cli.pull() gives new tensors",
+    )
+
+
+def _entangled(described: Iterable[Described]) -> set[str]:
+    """Tensors whose memory overlaps another's in ways that addresses alone do not tell: scattered ones take part."""
+    found: set[str] = set()
+    group: list[Described] = []
+    end = 0
+    for one in sorted(described, key=lambda one: (one.device, one.tensor.data_ptr())):
+        if group and one.device == group[0].device and one.tensor.data_ptr() < end:
+            group.append(one)
+        else:
+            found |= _if_entangled(group)
+            group, end = [one], 0
+        reach = sum((size - 1) * step for size, step in zip(one.tensor.shape, one.tensor.stride(), strict=True))
+        if one.size:
+            end = max(end, one.tensor.data_ptr() + (reach + 1) * one.tensor.element_size())
+    return found | _if_entangled(group)
+
+
+def _if_entangled(group: Sequence[Described]) -> set[str]:
+    return {one.name for one in group} if len(group) > 1 and any(one.packed for one in group) else set()
+
+
+def _lies_alike(piece: Piece, members: Sequence[Described]) -> bool:
+    origins = {(one.device, one.address - piece.offsets[one.name]) for one in members}
+    return len(origins) == 1 and not any(one.packed for one in members)
+
+
+def _refuse_overlaps(extents: Iterable[tuple[Extent, str]]) -> None:
+    """Raises Incompatible where bytes of two places in the file would go to one in memory."""
+    rows = sorted(extents, key=lambda row: (row[0].device, row[0].address))
+    for (one, name), (other, other_name) in itertools.pairwise(rows):
+        if one.device == other.device and other.address < one.address + one.length:
+            raise _torn(name, other_name)
+
+
+def _through_copies(
+    indirect: Sequence[Piece], by_name: Mapping[str, Described], device: int, extents: list[tuple[Extent, str]]
+) -> list[tuple[Described, Any]]:
+    """Memory for pieces that cannot go straight, and what to copy to which tensor afterwards."""
+    from mx_cli.sinks.torch_tensors import tensor_of
+
+    offsets, size = packed(indirect)
+    block = byte_block(device, size)
+    copies = []
+    for piece, at in zip(indirect, offsets, strict=True):
+        extents.append((Extent(piece.file, piece.start, piece.length, block.data_ptr() + at, device), ""))
+        for name, offset in piece.offsets.items():
+            one = by_name[name]
+            copies.append((one, tensor_of(block, at + offset, one.dtype, one.shape)))
+    return copies
+
+
+def packed(wanted: Sequence[Piece]) -> tuple[list[int], int]:
+    """Where each piece begins in one block of memory, and the bytes in all. Neighbours in a file are neighbours in it."""
+    found: list[int] = []
+    size = 0
+    last: Piece | None = None
+    for piece in wanted:
+        follows = last is not None and last.file == piece.file and last.end == piece.start
+        if not (follows and size % piece.alignment == piece.shift):
+            size = -(-size // ALIGN) * ALIGN + piece.shift
+        found.append(size)
+        size += piece.length
+        last = piece
+    return found, size
+
+
+def byte_block(device: int, size: int) -> Any:
+    """A tensor of bytes: a pool of huge pages, or a block of a GPU's memory. Raises NoSpace."""
+    if device != HOST:
+        from mx_cli.transport.on_gpu import allocate
+
+        return allocate(device, size)
+    from mx_cli.sinks.torch_tensors import bytes_of
+
+    return bytes_of(Pool(max(size, 1)).view)
+
+
+def _copy(copies: Iterable[tuple[Described, Any]]) -> None:
+    import torch
+
+    # Tensors made in inference mode accept changes only there.
+    with torch.inference_mode():
+        for one, bytes_there in copies:
+            one.tensor.copy_(bytes_there)
+
+
+def _check(copies: Iterable[tuple[Described, Any]]) -> None:
+    """Raises Incompatible where a later copy has changed an earlier one."""
+    import torch
+
+    for one, expected in copies:
+        here = one.tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
+        if not torch.equal(here.view(torch.uint8), expected.reshape(-1).view(torch.uint8)):
+            raise _torn(one.name, "others")
