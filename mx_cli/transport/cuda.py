@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from mx_cli.base.errors import MissingCapability, TransportFailed
 
 REMEDY = "unset expandable_segments in PYTORCH_CUDA_ALLOC_CONF, or load the weights inside a torch.cuda.MemPool"
+_INVALID_CONTEXT = 201
 
 
 class Allocation(NamedTuple):
@@ -33,7 +35,11 @@ def allocation_of(address: int) -> Allocation:
     """The block that holds `address`, a pointer into GPU memory. Raises MissingCapability, TransportFailed."""
     base, length = ctypes.c_uint64(), ctypes.c_size_t()
     driver = _driver()
-    status = driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(length), ctypes.c_uint64(address))
+    where = ctypes.byref(base), ctypes.byref(length), ctypes.c_uint64(address)
+    status = driver.cuMemGetAddressRange_v2(*where)
+    if status == _INVALID_CONTEXT:
+        make_context()
+        status = driver.cuMemGetAddressRange_v2(*where)
     if status:
         raise TransportFailed(f"no GPU memory at {address:#x} (CUDA driver: {_name(driver, status)})")
     return Allocation(base.value, length.value)
@@ -76,7 +82,7 @@ def refuse_virtual(tensors: Iterable[Any]) -> None:
 
 
 def make_context(device: int | None = None) -> None:
-    """UCX looks for GPUs when it starts, and finds those with a context. Raises MissingCapability."""
+    """Give this thread a context on a GPU (None = torch's current one). Raises MissingCapability."""
     try:
         import torch
     except ImportError:
@@ -86,6 +92,13 @@ def make_context(device: int | None = None) -> None:
     if not torch.cuda.is_available():
         raise MissingCapability("no CUDA device (torch.cuda.is_available() is false)", hint="mx doctor says why")
     torch.cuda.synchronize(device)
+
+
+def using(device: int) -> AbstractContextManager[Any]:
+    """A block in which this thread has a context on that GPU; UCX works in the context of the thread that calls it."""
+    import torch
+
+    return torch.cuda.device(device)
 
 
 def synchronize(device: int) -> None:

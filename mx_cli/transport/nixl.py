@@ -73,6 +73,7 @@ class Agent:
     def __init__(self, name: str, network: Network | None = None, *, gpu: bool = False, trace: bool = False) -> None:
         self.name = name
         self._gpu = gpu
+        self._device = HOST
         self._log = nixl_env.trace() if trace else None
         self._opened = self._logged = self._log.size if self._log else 0
         self._variables = nixl_env.variables(network or Network(), gpu)
@@ -94,6 +95,7 @@ class Agent:
         gpus = [(address, length, device, "") for address, length, device in regions if device != HOST and length]
         if gpus:
             self._refuse_gpu(gpus[0][2])
+            self._device = gpus[0][2]
         for table, kind in ((host, "DRAM"), (gpus, "VRAM")):
             if table:
                 self._call("registering memory", functools.partial(_register, table, kind))
@@ -177,7 +179,8 @@ class Agent:
             if self._nixl is None:
                 self._open()
             try:
-                return call(self._nixl)
+                with self._context():
+                    return call(self._nixl)
             except self._errors as error:
                 reason = self._explain(error)
         raise TransportFailed(f"{what}: {reason}", hint=WHY)
@@ -195,13 +198,18 @@ class Agent:
         """
         return nixl_log.path_of_reads(self._log.since(self._opened), size) if self._log else ""
 
+    def _context(self) -> contextlib.AbstractContextManager[Any]:
+        return cuda.using(self._device) if self._device != HOST else contextlib.nullcontext()
+
     def _open(self) -> None:
         api = nixl_env.load()
         self._errors = _errors(api)
         if self._gpu:
-            cuda.make_context()
+            # UCX looks for GPUs when it starts, and finds those with a context.
+            cuda.make_context(self._device if self._device != HOST else None)
         try:
-            self._nixl = _make(api, self.name, self._variables)
+            with self._context():
+                self._nixl = _make(api, self.name, self._variables)
             return
         except self._errors as error:
             reason = self._explain(error)
