@@ -56,8 +56,14 @@ def store_ref(version_id: str = "") -> str:
 
 
 def revision_of(entries: Iterable[Entry]) -> str:
-    """SHA-256 over the canonical `[key, size, validator]` rows, sorted by the keys' bytes: the revision of a plain store."""
-    rows = sorted(([e.path, e.size, e.validator] for e in entries), key=lambda row: str(row[0]).encode())
+    """SHA-256 over the canonical `[key, size, validator]` rows, sorted by the keys' bytes: the revision of a plain store.
+
+    Raises IntegrityError for a key that is not Unicode.
+    """
+    try:
+        rows = sorted(([e.path, e.size, e.validator] for e in entries), key=lambda row: str(row[0]).encode())
+    except UnicodeEncodeError as error:
+        raise IntegrityError(f"a name that is not Unicode ({error.object!a})") from None
     return canonical.sha256(rows)
 
 

@@ -14,7 +14,7 @@ from mx_cli.base.cancel import Stop
 from mx_cli.base.errors import FilesystemRefused, MxError, NotFound, OriginChanged, Unreachable, UsageError
 from mx_cli.engine.ports import ReadItem, SourceCaps
 from mx_cli.model.manifest import Entry, Listing, revision_of
-from mx_cli.sources.origin import Context, at_revision, no_versions, read_small
+from mx_cli.sources.origin import Context, Named, at_revision, no_versions, read_small
 from mx_cli.sources.uri import Uri
 
 _LEFT_OUT = frozenset({".cache", ".git"})
@@ -23,22 +23,12 @@ _AGAIN = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN})
 _HUB_BLOB = re.compile(r"blobs/([0-9a-f]{64})$")
 
 
-class Files:
+class Files(Named):
     """Lists a directory with what is below it, or one file. Symlinks count as what they lead to."""
 
     def __init__(self, uri: Uri, context: Context) -> None:
         no_versions(context, uri.shown)
-        self._uri = uri
-        self._context = context
-
-    @property
-    def uri(self) -> str:
-        """Canonical; known before anything is read."""
-        return self._uri.text
-
-    @property
-    def revision(self) -> str:
-        return self._uri.revision
+        super().__init__(uri, context)
 
     @property
     def caps(self) -> SourceCaps:

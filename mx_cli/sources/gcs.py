@@ -11,10 +11,11 @@ from mx_cli.base import redact
 from mx_cli.base.cancel import Stop
 from mx_cli.base.errors import AccessDenied, IntegrityError, MxError, NotFound, OriginChanged, UsageError
 from mx_cli.engine.ports import ReadItem, Stream
-from mx_cli.model.manifest import Entry, Listing, revision_of
+from mx_cli.model.manifest import Entry
 from mx_cli.sources.answers import Sign, Target, hex_of, unsigned
 from mx_cli.sources.gcs_token import Token
-from mx_cli.sources.origin import Context, WebOrigin, at_revision
+from mx_cli.sources.origin import Context
+from mx_cli.sources.store import Store
 from mx_cli.sources.uri import Uri
 from mx_cli.sources.wire import Head, number
 
@@ -29,8 +30,10 @@ class _Refused(AccessDenied):
     """HTTP 401: a new token may do."""
 
 
-class Gcs(WebOrigin):
-    """Every listing is asked for afresh. Reads are pinned to the listed generation."""
+class Gcs(Store):
+    """Reads are pinned to the listed generation."""
+
+    KEY, VERSION = "name", "generation"
 
     def __init__(self, uri: Uri, context: Context) -> None:
         super().__init__(uri, context)
@@ -38,34 +41,12 @@ class Gcs(WebOrigin):
         # An emulator takes no credentials, and none may be sent in the clear.
         anon = settings.anon or uri.endpoint.startswith("http://")
         self._token = None if anon else Token(context, uri.shown)
-        self._version = context.version_id
         if self._version and not self._version.isdigit():
             raise UsageError(f"{uri.shown}: a version in gs:// is a generation, a number: {self._version!r}")
 
-    def listing(self, revision: str | None, stop: Stop) -> Listing:
-        """See `Origin.listing`. An object with exactly this name wins; else everything below it as a folder."""
-        uri = self._uri
+    def _authenticate(self) -> None:
         if self._token:
-            self._token.value()  # having none is no refusal of the store's
-        found: tuple[Entry, ...] = ()
-        refused: MxError | None = None
-        if uri.path and not uri.folder:
-            try:
-                found = self._object()
-            except AccessDenied as error:
-                refused = error
-        if self._version and not found:
-            raise refused or NotFound(f"{uri.shown}: no object with generation {self._version}")
-        found = found or self._below(stop)
-        if not found:
-            raise refused or self._nothing()
-        return at_revision(Listing(self.uri, revision_of(found), found), revision, uri.shown, self._version)
-
-    def _nothing(self) -> NotFound:
-        key, where = self._uri.path, f"in bucket {self._uri.place} at {self._server()}"
-        if not key:
-            return NotFound(f"{self._uri.shown}: the bucket is empty (looked {where})")
-        return NotFound(f"{self._uri.shown}: no objects (looked for {key} and for names below {key}/ {where})")
+            self._token.value()
 
     def _object(self) -> tuple[Entry, ...]:
         key = self._uri.path

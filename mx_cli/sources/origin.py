@@ -40,25 +40,32 @@ class Context:
     on_request: Callable[[Asked], None] | None = None
 
 
-class WebOrigin:
-    """The common half of the origins that speak HTTP. Subclasses say how a file is asked for (`_target`)."""
+class Named:
+    """What every origin knows before any connection, from its URI."""
 
     def __init__(self, uri: Uri, context: Context) -> None:
         self._uri = uri
         self._context = context
-        self._web = Web(
-            context.settings, context.environ, context.stop, context.on_retry, context.gates, context.on_request
-        )
 
     @property
     def uri(self) -> str:
-        """Canonical, without secrets; known before any connection."""
+        """Canonical, without secrets."""
         return self._uri.text
 
     @property
     def revision(self) -> str:
         """The revision that the URI itself asked for, or an empty string."""
         return self._uri.revision
+
+
+class WebOrigin(Named):
+    """The common half of the origins that speak HTTP. Subclasses say how a file is asked for (`_target`)."""
+
+    def __init__(self, uri: Uri, context: Context) -> None:
+        super().__init__(uri, context)
+        self._web = Web(
+            context.settings, context.environ, context.stop, context.on_retry, context.gates, context.on_request
+        )
 
     @property
     def caps(self) -> SourceCaps:

@@ -8,14 +8,15 @@ from dataclasses import replace
 from typing import TypeVar
 
 from mx_cli.base.cancel import Stop
-from mx_cli.base.errors import AccessDenied, IntegrityError, MxError, NotFound
+from mx_cli.base.errors import AccessDenied, IntegrityError
 from mx_cli.engine.ports import ReadItem, Stream
-from mx_cli.model.manifest import Entry, Listing, revision_of
+from mx_cli.model.manifest import Entry
 from mx_cli.sources.answers import Target, bare_tag, size_of
-from mx_cli.sources.origin import Context, WebOrigin, at_revision, side_by_side
+from mx_cli.sources.origin import Context, side_by_side
 from mx_cli.sources.s3_answers import Asked, Found, Page, entry, parse_page, stored_digests
 from mx_cli.sources.s3_keys import Credentials, Expired, WrongRegion, signing
 from mx_cli.sources.sigv4 import Signer, encode_key, encode_query
+from mx_cli.sources.store import Store
 from mx_cli.sources.uri import Uri
 from mx_cli.sources.web import Reply
 from mx_cli.sources.wire import Head
@@ -28,42 +29,18 @@ _PAGE = "1000"
 T = TypeVar("T")
 
 
-class S3(WebOrigin):
-    """Every listing is asked for afresh. Reads are pinned to the listed ETag, and to the version id that was asked for."""
+class S3(Store):
+    """Reads are pinned to the listed ETag, and to the version id that was asked for."""
+
+    KEY, VERSION = "key", "version id"
 
     def __init__(self, uri: Uri, context: Context) -> None:
         super().__init__(uri, context)
         self._credentials = Credentials(context, uri.shown)
         self._bucket = uri.place
-        self._version = context.version_id
 
-    def listing(self, revision: str | None, stop: Stop) -> Listing:
-        """See `Origin.listing`. An object with exactly this key wins; else everything below it as a folder."""
-        uri = self._uri
-        self._credentials.signer()  # having none is no refusal of the store's
-        found: tuple[Entry, ...] = ()
-        refused: MxError | None = None
-        if uri.path and not uri.folder:
-            try:
-                found = self._object()
-            except AccessDenied as error:
-                # Without the right to list, S3 says 403 for what doesn't exist.
-                refused = error
-        if self._version and not found:
-            raise refused or NotFound(f"{uri.shown}: no object with version id {self._version}")
-        if not found:
-            found = self._below(stop)
-        if not found and refused:
-            raise refused
-        if not found:
-            raise self._nothing()
-        return at_revision(Listing(self.uri, revision_of(found), found), revision, uri.shown, self._version)
-
-    def _nothing(self) -> NotFound:
-        key, where = self._uri.path, f"in bucket {self._bucket} at {self._server()}"
-        if not key:
-            return NotFound(f"{self._uri.shown}: the bucket is empty (looked {where})")
-        return NotFound(f"{self._uri.shown}: no objects (looked for the key {key} and for keys below {key}/ {where})")
+    def _authenticate(self) -> None:
+        self._credentials.signer()
 
     # -- one object ------------------------------------------------------------------------------------------------
 

@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 
 from mx_cli.base.cancel import Stop
-from mx_cli.base.errors import AccessDenied, NotFound, OriginChanged, UsageError
+from mx_cli.base.errors import AccessDenied, IntegrityError, NotFound, OriginChanged, UsageError
 from mx_cli.engine.ports import ReadItem
 from mx_cli.sources.gcs_token import Token
 from tests.rig import servers
 from tests.rig.origins import opened
+from tests.rig.scripted import scripted
 
 
 def test_digests_and_generations(gcs: servers.Gcs) -> None:
@@ -60,6 +61,14 @@ def test_p14_nothing_there(gcs: servers.Gcs) -> None:
         opened(gcs.uri("nope"), gcs.env).listing(None, Stop())
     with pytest.raises(NotFound, match="no-such-bucket"):
         opened("gs://no-such-bucket/nope", gcs.env).listing(None, Stop())
+
+
+def test_a_name_that_is_not_unicode_is_refused() -> None:
+    rows = [{"name": name, "size": "1", "generation": "1"} for name in ("m/config.json", "m/\ud800.bin")]
+    with scripted(lambda asked: asked.say(200, json.dumps({"items": rows}).encode())) as server:
+        origin = opened("gs://bucket/m/", {"STORAGE_EMULATOR_HOST": server.url})
+        with pytest.raises(IntegrityError, match=r"not Unicode \('.ud800.bin'\)"):
+            origin.listing(None, Stop())
 
 
 def test_p04_an_overwritten_object_is_the_old_one_or_an_error(gcs: servers.Gcs) -> None:
