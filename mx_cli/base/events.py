@@ -54,7 +54,7 @@ class Detail(Event):
 
 
 @dataclass(frozen=True)
-class Asked(Event):
+class Requested(Event):
     """One request and its answer: shown with -vv."""
 
     level: ClassVar[str] = "debug"

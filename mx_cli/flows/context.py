@@ -12,7 +12,7 @@ from mx_cli.base import redact
 from mx_cli.base.cancel import Stop
 from mx_cli.base.config import Resolved, Settings
 from mx_cli.base.errors import MxError, UsageError
-from mx_cli.base.events import Asked, Detail, Emit, Notice, Retried, Warned
+from mx_cli.base.events import Detail, Emit, Notice, Requested, Retried, Warned
 from mx_cli.cache.layout import Cache, Model
 from mx_cli.cache.lease import Lease
 from mx_cli.cache.snapshots import Snapshots
@@ -90,7 +90,7 @@ class Context:
             notice=self.notice,
             version_id=version_id or "",
             gates=self.gates,
-            on_request=self.emit if self.verbose >= Asked.verbosity else None,
+            on_request=self.emit if self.verbose >= Requested.verbosity else None,
         )
         if self.settings.insecure and not origin.uri.startswith("file://"):
             self.warn(

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from mx_cli.base.cancel import Stop
 from mx_cli.base.config import Settings
 from mx_cli.base.errors import IntegrityError, NotFound, Unreachable, UsageError
-from mx_cli.base.events import Asked
+from mx_cli.base.events import Requested
 from mx_cli.engine.ports import OnRetry, Reader, ReadItem, SourceCaps, Stream
 from mx_cli.engine.retry import Gate, Gates, patiently
 from mx_cli.model.manifest import Entry, Listing, store_ref
@@ -37,7 +37,7 @@ class Context:
     notice: Callable[[str], None]
     gates: Gates = field(default_factory=Gates)
     version_id: str = ""
-    on_request: Callable[[Asked], None] | None = None
+    on_request: Callable[[Requested], None] | None = None
 
 
 class Named:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from mx_cli.base.cancel import Stop
 from mx_cli.base.config import Settings
 from mx_cli.base.errors import MissingCapability
-from mx_cli.base.events import Asked
+from mx_cli.base.events import Requested
 from mx_cli.engine.ports import OnRetry, Origin
 from mx_cli.engine.retry import Gates
 from mx_cli.model.manifest import Entry
@@ -60,7 +60,7 @@ def open_origin(
     notice: Callable[[str], None],
     version_id: str = "",
     gates: Gates | None = None,
-    on_request: Callable[[Asked], None] | None = None,
+    on_request: Callable[[Requested], None] | None = None,
 ) -> OpenOrigin:
     """The origin that `uri` names; opens no connection. `origin.uri` is canonical, `origin.revision` from the suffix.
 

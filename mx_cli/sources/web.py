@@ -12,7 +12,7 @@ from mx_cli.base import redact
 from mx_cli.base.cancel import Stop
 from mx_cli.base.config import Settings
 from mx_cli.base.errors import IntegrityError, Unreachable
-from mx_cli.base.events import Asked
+from mx_cli.base.events import Requested
 from mx_cli.base.version import VERSION
 from mx_cli.engine.ports import OnRetry, ReadItem
 from mx_cli.engine.retry import Gates, patiently
@@ -58,7 +58,7 @@ class Web:
         stop: Stop,
         on_retry: OnRetry,
         gates: Gates | None = None,
-        on_request: Callable[[Asked], None] | None = None,
+        on_request: Callable[[Requested], None] | None = None,
     ) -> None:
         self.settings = settings
         self.stop = stop
@@ -230,7 +230,7 @@ class Web:
                     head = wire.ask(method, asked, full)
                 if self._on_request:
                     took = round(time.monotonic() - start, 6)
-                    self._on_request(Asked(method, redact.url(url), full.get("Range", ""), head.status, took))
+                    self._on_request(Requested(method, redact.url(url), full.get("Range", ""), head.status, took))
                 return wire, head
             except Unreachable as error:
                 wire.close()

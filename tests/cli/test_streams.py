@@ -410,7 +410,7 @@ def test_verbose_says_why_and_very_verbose_says_all(mx: Mx, faultd: servers.Faul
 
     plain = events()
     assert events("-v") - plain == {"detail"}
-    assert events("-vv") - plain == {"detail", "asked"}
+    assert events("-vv") - plain == {"detail", "requested"}
     text = mx("prefetch", faultd.file("ok", 100_000, "y"), "-vv").ok().err
     assert re.search(r"^GET http://\S+/y bytes=0-99999: 206 in \d", text, re.MULTILINE)
     assert "nobody ever led; term 1 is mine" in text
