@@ -101,7 +101,7 @@ def move(
 
     Raises IntegrityError, TransportFailed, the stop's reason; then some of the bytes may have come, and nothing more will.
     """
-    items = _items(holding, targets, entries or {})
+    items = pieces_to_read(holding, targets, entries or {})
     meter = Meter(sum(item.length or 0 for item in items))
 
     def left(member: Member, error: MxError) -> None:
@@ -125,7 +125,7 @@ def move(
     return Moved(meter.fetched, seconds, {member.name: member.bytes for member in members})
 
 
-def _items(holding: Holding, targets: Sequence[Extent], entries: Mapping[str, Entry]) -> list[ReadItem]:
+def pieces_to_read(holding: Holding, targets: Sequence[Extent], entries: Mapping[str, Entry]) -> list[ReadItem]:
     """Pieces that split no block, of one device each."""
     found = []
     groups: dict[tuple[int, str], list[tuple[int, int]]] = {}
