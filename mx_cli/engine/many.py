@@ -54,12 +54,13 @@ class Member:
 
 @dataclass(eq=False, slots=True)
 class _Job:
-    """An item on its way: `wrong` are the members whose bytes for it were wrong."""
+    """An item on its way: `wrong` are the members whose bytes for it were wrong. An aborted one is never begun again."""
 
     item: ReadItem
     dest: Dest
     wrong: list[Member] = field(default_factory=list)
     retried: bool = False
+    aborted: bool = False
 
 
 class Many:
@@ -127,12 +128,13 @@ class Many:
         job = self._jobs.get(item)
         if job is None:
             return
+        job.aborted = True
         for member in self.members:
             if item in member.flights:
                 member.source.abort(item)
                 return
         self._queue.remove(job)
-        self._finish(job, TransportFailed(f"{item.entry.path}: given up"))
+        self._finish(job, _given_up(job))
 
     def close(self) -> None:
         for member in self.members:
@@ -183,7 +185,7 @@ class Many:
         del member.flights[done.item]
         if done.error is None:
             self._finish(job, None, done.received)
-        elif member.reserve or isinstance(done.error, NoRanges):
+        elif job.aborted or member.reserve or isinstance(done.error, NoRanges):
             self._finish(job, done.error, done.received)
         elif isinstance(done.error, (IntegrityError, NotFound)):
             self._again_elsewhere(member, job, done.error)
@@ -214,6 +216,14 @@ class Many:
     def _fail(self, member: Member, error: MxError) -> None:
         member.failure = error
         member.source.close()
-        self._queue.extendleft(reversed(member.flights.values()))
+        for job in reversed(member.flights.values()):
+            if job.aborted:
+                self._finish(job, _given_up(job))
+            else:
+                self._queue.appendleft(job)
         member.flights.clear()
         self._on_failed(member, error)
+
+
+def _given_up(job: _Job) -> TransportFailed:
+    return TransportFailed(f"{job.item.entry.path}: given up")
