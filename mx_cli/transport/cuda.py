@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -53,18 +53,43 @@ def _name(driver: ctypes.CDLL, status: int) -> str:
 
 def allocations_of(addresses: Iterable[int]) -> list[Allocation]:
     """The blocks that hold these pointers, each once, by address. Raises MissingCapability, TransportFailed."""
+    return blocks_of((address, 1) for address in addresses)
+
+
+def blocks_of(regions: Iterable[tuple[int, int]]) -> list[Allocation]:
+    """The blocks that hold these regions (address, length), each once. Raises MissingCapability, TransportFailed."""
     found: list[Allocation] = []
-    for address in sorted(addresses):
-        if not found or address >= found[-1].address + found[-1].length:
-            found.append(allocation_of(address))
+    for address, length in sorted(regions):
+        end = found[-1].address + found[-1].length if found else 0
+        while end < address + length:
+            found.append(allocation_of(max(end, address)))
+            end = found[-1].address + found[-1].length
     return found
 
 
-def refuse_virtual(tensors: Iterable[Any]) -> None:
-    """Raises MissingCapability when one of these CUDA tensors lies in expandable segments.
+def refuse_virtual(tensors: Mapping[str, Any]) -> None:
+    """Raises MissingCapability that names the first of these CUDA tensors in expandable segments.
 
     UCX registers such memory without complaint, and then reads it at a hundredth of the speed or crashes over it.
     """
+    _refuse({tensor.data_ptr(): name for name, tensor in tensors.items()})
+
+
+def refuse_virtual_regions(addresses: Iterable[int]) -> None:
+    """The same by addresses."""
+    _refuse({address: hex(address) for address in addresses})
+
+
+def _refuse(names: Mapping[int, str]) -> None:
+    found = _in_expandable_segments(names)
+    if found:
+        raise MissingCapability(
+            f"GPU memory in expandable segments cannot be read by peers ({names[found[0]]})", hint=REMEDY
+        )
+
+
+def _in_expandable_segments(addresses: Iterable[int]) -> list[int]:
+    """Those of the addresses that lie in memory which torch has mapped piece by piece."""
     import torch
 
     cuda: Any = torch.cuda
@@ -73,12 +98,7 @@ def refuse_virtual(tensors: Iterable[Any]) -> None:
         for segment in cuda.memory_snapshot()
         if segment.get("is_expandable")
     ]
-    for tensor in tensors:
-        if any(first <= tensor.data_ptr() < end for first, end in segments):
-            raise MissingCapability(
-                f"GPU memory in expandable segments cannot be read by peers ({tensor.device}: {tensor.nbytes} bytes)",
-                hint=REMEDY,
-            )
+    return [address for address in addresses if any(first <= address < end for first, end in segments)]
 
 
 def make_context(device: int | None = None) -> None:

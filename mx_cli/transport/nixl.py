@@ -88,17 +88,21 @@ class Agent:
     def register(self, regions: Sequence[tuple[int, int, int]]) -> None:
         """Open memory to peers or for own reads: (address, length, device). Once, before `blob`; few and large regions.
 
-        NIXL keeps the memory neither alive nor mapped: it must stay until `destroy`. One region per allocation on a GPU.
-        Raises TransportFailed.
+        NIXL keeps the memory neither alive nor mapped: it must stay until `destroy`. On a GPU the blocks that hold the regions
+        are opened, one by one: UCX cannot read across two. Raises TransportFailed, MissingCapability for memory in
+        expandable segments.
         """
         host = [(address, length, 0, "") for address, length, device in regions if device == HOST and length]
-        gpus = [(address, length, device, "") for address, length, device in regions if device != HOST and length]
-        if gpus:
-            self._refuse_gpu(gpus[0][2])
-            self._device = gpus[0][2]
-        for table, kind in ((host, "DRAM"), (gpus, "VRAM")):
-            if table:
-                self._call("registering memory", functools.partial(_register, table, kind))
+        if host:
+            self._call("registering memory", functools.partial(_register, host, "DRAM"))
+        for device in sorted({device for _, _, device in regions} - {HOST}):
+            self._refuse_gpu(device)
+            self._device = device
+            wanted = [(address, length) for address, length, where in regions if where == device]
+            cuda.refuse_virtual_regions(address for address, _ in wanted)
+            blocks = cuda.blocks_of(wanted)
+            table = [(block.address, block.length, device, "") for block in blocks]
+            self._call("registering GPU memory", functools.partial(_register, table, "VRAM"))
 
     def blob(self) -> bytes:
         """What a reader needs to connect, as of now: a capability for all memory of this process."""

@@ -683,7 +683,7 @@ def test_gpu_memory_is_read() -> None:
     from mx_cli.transport import cuda
 
     memory = torch.zeros(8 * MIB, dtype=torch.uint8, device="cuda:0")
-    cuda.refuse_virtual([memory])
+    cuda.refuse_virtual({"memory": memory})
     block = cuda.allocation_of(memory.data_ptr())
     assert block.address <= memory.data_ptr() <= block.address + block.length - memory.nbytes
     agent = Agent(fresh("gpu"), gpu=True)
