@@ -110,7 +110,10 @@ def make_context(device: int | None = None) -> None:
             "the package torch is missing (GPU memory)", hint="pip install 'mx-cli[peer]'"
         ) from None
     if not torch.cuda.is_available():
-        raise MissingCapability("no CUDA device (torch.cuda.is_available() is false)", hint="mx doctor says why")
+        raise MissingCapability(
+            "no CUDA device (torch.cuda.is_available() is false)",
+            hint="nvidia-smi shows the GPUs of this host; without one use --device cpu",
+        )
     torch.cuda.synchronize(device)
 
 

@@ -35,7 +35,7 @@ LIMIT = 30.0
 """Seconds that `destroy` waits for a call that is still inside NIXL."""
 LEAVE = 0.5
 """The same for each agent when the process ends."""
-WHY = "UCX_LOG_LEVEL=info NIXL_LOG_LEVEL=info shows what UCX says"
+WHY = "UCX_LOG_LEVEL=info NIXL_LOG_LEVEL=INFO shows what UCX says"
 
 _HEAD = b"nixlSerDes|Agent"
 _POLL = 0.0005
@@ -99,6 +99,7 @@ class Agent:
             self._refuse_gpu(device)
             self._device = device
             wanted = [(address, length) for address, length, where in regions if where == device]
+            cuda.make_context(device)
             cuda.refuse_virtual_regions(address for address, _ in wanted)
             blocks = cuda.blocks_of(wanted)
             table = [(block.address, block.length, device, "") for block in blocks]

@@ -50,7 +50,7 @@ class Network:
 
     `interface`: comma-separated names of network interfaces or RDMA devices (`eth0`, `mlx5_0:1`); those that exist here
     are used. `data_ports`: FIRST-LAST, where this process listens for the data path. `loopback`: `lo` alone, whatever
-    `interface` says. `tcp_only`: neither shared memory nor RDMA, for a peer with another UCX.
+    `interface` says, which must make sense all the same. `tcp_only`: neither shared memory nor RDMA, for a peer with another UCX.
     """
 
     interface: str | None = None
@@ -61,10 +61,10 @@ class Network:
     def variables(self) -> dict[str, str]:
         """UCX's variables for it. Raises UsageError that names the option at fault."""
         found = {}
+        if self.interface is not None:
+            found["UCX_NET_DEVICES"] = ",".join(_existing(self.interface))
         if self.loopback:
             found["UCX_NET_DEVICES"] = "lo"
-        elif self.interface is not None:
-            found["UCX_NET_DEVICES"] = ",".join(_existing(self.interface))
         if self.data_ports is not None:
             found["UCX_TCP_PORT_RANGE"] = _port_range(self.data_ports)
         if self.tcp_only:
@@ -149,9 +149,13 @@ def environment(wanted: Mapping[str, str]) -> Iterator[None]:
 
 
 def trace() -> Log | None:
-    """UCX's log of this process, in memory instead of on stderr; None when UCX was loaded before the first call."""
+    """UCX's log of this process, in memory instead of on stderr.
+
+    None when UCX was loaded before the first call, or when the user wants to see the log.
+    """
     with _environment:
-        if not _traced and not _ucx_is_loaded():
+        shown = not {"UCX_LOG_LEVEL", "UCX_LOG_FILE"}.isdisjoint(os.environ)
+        if not _traced and not shown and not _ucx_is_loaded():
             _traced.append(Log())
         return _traced[0] if _traced else None
 

@@ -365,6 +365,12 @@ def test_a_probe_names_the_path() -> None:
         assert probed(peer, {"tcp_only": True}) == "tcp/lo (software emulation) True 7 7"
 
 
+def test_who_asks_for_ucxs_log_sees_it() -> None:
+    ended = python(OURS.replace('"ours"', '"ours", trace=True'), {"UCX_LOG_LEVEL": "info"})
+    assert ended.stdout == ""
+    assert "UCX  INFO" in ended.stderr
+
+
 def test_an_error_has_ucxs_own_words() -> None:
     """The silent emulation as an error: what agents for GPU memory rely on."""
     assert nixl_env.variables(Network(), gpu=True)["UCX_PROTO_EMULATION_ENABLE"] == "n"
@@ -665,13 +671,15 @@ def test_an_agent_for_host_memory_refuses_gpus(target: Callable[..., Target]) ->
             one.agent.read("peer", nixl.rows([0], [1]), nixl.rows([0], [1]), devices)
 
 
-def test_an_agent_for_gpus_needs_one() -> None:
+@pytest.mark.parametrize("call", [Agent.blob, lambda agent: agent.register([(4096, 4096, 0)])])
+def test_an_agent_for_gpus_needs_one(call: Callable[[Agent], object]) -> None:
     agent = Agent(fresh("a"), gpu=True)
-    if capabilities.have("gpu"):
+    expected = TransportFailed if capabilities.have("gpu") else MissingCapability
+    if capabilities.have("gpu") and call is Agent.blob:
         assert agent.blob()
     else:
-        with pytest.raises(MissingCapability):
-            agent.blob()
+        with pytest.raises(expected):
+            call(agent)
     agent.destroy()
 
 
