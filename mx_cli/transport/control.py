@@ -101,6 +101,12 @@ class Control:
 
     # --- changes of state
 
+    def prepare(self, holding: Holding) -> None:
+        """Do what the first reader of a holding would have to wait for, before it is held. Blocks: a second for 50,000 tensors."""
+        self._packed(holding)
+        # Computed once, and kept by the holding.
+        _ = holding.digest
+
     def pause(self) -> None:
         """Give no new grants while the weights change; who asks is told to come back."""
         self._paused = self._paused or UPDATING
@@ -226,17 +232,19 @@ class Control:
         }
 
     def _manifest_of(self, request: Request) -> Response:
-        holding = self._holding()
-        with self._packing:
-            kept = self._manifest
-            # A holding never changes: a new version is a new one.
-            if kept is None or kept[0] is not holding:
-                text = json.dumps({"proto": PROTO[1], **holding.to_json()}, ensure_ascii=False, separators=(",", ":"))
-                kept = self._manifest = (holding, gzip.compress(text.encode("utf-8", "surrogateescape"), 1))
+        packed = self._packed(self._holding())
         headers = {"Content-Type": "application/json"}
         if "gzip" in request.header("accept-encoding"):
-            return Response(200, kept[1], {**headers, "Content-Encoding": "gzip"})
-        return Response(200, gzip.decompress(kept[1]), headers)
+            return Response(200, packed, {**headers, "Content-Encoding": "gzip"})
+        return Response(200, gzip.decompress(packed), headers)
+
+    def _packed(self, holding: Holding) -> bytes:
+        with self._packing:
+            # A holding never changes: a new version is a new one.
+            if self._manifest is None or self._manifest[0] is not holding:
+                text = json.dumps({"proto": PROTO[1], **holding.to_json()}, ensure_ascii=False, separators=(",", ":"))
+                self._manifest = (holding, gzip.compress(text.encode("utf-8", "surrogateescape"), 1))
+            return self._manifest[1]
 
     def _grant(self, body: Mapping[str, Any]) -> Response:
         self._holding()

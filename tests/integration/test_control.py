@@ -230,6 +230,15 @@ def test_a_manifest_is_packed_only_for_who_unpacks(peer: Peer) -> None:
     assert (status, json.loads(said)["version"]) == (200, 0)
 
 
+def test_a_prepared_holding_is_what_is_served(peer: Peer) -> None:
+    renewed = holding(version=7)
+    peer.control.prepare(renewed)
+    assert peer.dial().holding() == holding()
+    peer.control.prepare(renewed)
+    peer.holder.holding = renewed
+    assert peer.dial().holding() == renewed
+
+
 def test_a_manifest_that_never_ends_is_refused(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "_HOLDING_LIMIT", 500)
     with pytest.raises(TransportFailed, match="more than 500"):
