@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mx_cli.base.errors import UsageError
+from mx_cli.base.errors import MxError, UsageError
 from mx_cli.engine import route
 from mx_cli.engine.many import Bell, Member
 from mx_cli.engine.route import Attempt, Taken
@@ -55,7 +56,7 @@ class IntoMemory:
             "origin": lambda: self._from_disk("origin"),
         }
         names = [name for name in self._request.routes if name != "origin" or self._puller.origin_uri]
-        received, attempts = route.first([(name, takers[name]) for name in names], self._say)
+        received, attempts = route.first([(name, _freeing(takers[name])) for name in names], self._say)
         return dataclasses.replace(received, attempts=tuple(attempts))
 
     def _say(self, attempt: Attempt) -> None:
@@ -92,11 +93,25 @@ class IntoMemory:
         return Taken(self._received(name, holding, layout, moved), taken.reason)
 
     def _received(self, name: str, holding: Holding, layout: Layout, moved: Moved) -> Received:
-        buffers = sum(1 for one in layout.names if holding.kinds.get(one) == "buffer")
+        kinds = layout.kinds or holding.kinds
+        buffers = sum(1 for one in layout.names if kinds.get(one) == "buffer")
         count = len(layout.names)
         return Received(
             count, count - buffers, buffers, moved.bytes, moved.seconds, name, (), moved.by_source, holding.version
         )
+
+
+def _freeing(take: Callable[[], Taken[Received]]) -> Callable[[], Taken[Received]]:
+    """The same, but an error keeps no memory that was meant for weights: the next route needs as much."""
+
+    def freeing() -> Taken[Received]:
+        try:
+            return take()
+        except MxError as error:
+            traceback.clear_frames(error.__traceback__)
+            raise
+
+    return freeing
 
 
 def request_of(
@@ -153,7 +168,8 @@ def pull_into(
         wanted: dict[str, Shape] = {one.name: (one.dtype, one.shape) for one in described if one.name not in twins}
         names = set(compare(holding, wanted, allow_missing=allow_missing, allow_extra=allow_extra))
         layout = layout_of(holding, [one for one in described if one.name in names])
-        return dataclasses.replace(layout, names=[*layout.names, *sorted(twins)])
+        kinds = {one.name: one.kind for one in described}
+        return dataclasses.replace(layout, names=[*layout.names, *sorted(twins)], kinds=kinds)
 
     request = request_of(model, revision, origin, peers, path, require, routes)
     return IntoMemory(request, context, make, put_on_gpu()).run()

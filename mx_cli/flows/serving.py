@@ -49,6 +49,14 @@ def new_generation() -> str:
     return f"mx-{socket.gethostname()[:40]}-{os.getpid()}-{secrets.token_hex(6)}"
 
 
+_lives: set[str] = set()
+
+
+def own_generations() -> frozenset[str]:
+    """The peers that live in this process: nobody finds itself as a source."""
+    return frozenset(_lives)
+
+
 class Serving:
     """One peer. It answers from the start; `offer` makes it ready, and shows it in discovery. `close` always.
 
@@ -78,6 +86,7 @@ class Serving:
             listener.close()
             raise
         self._door.start()
+        _lives.add(self.generation)
 
     # -- what the control channel asks ---------------------------------------------------------------------------
 
@@ -109,6 +118,7 @@ class Serving:
 
     def offer(self, holding: Holding, held: Held) -> None:
         """From now on readers are let in, and discovery knows. Blocks for a moment."""
+        self.control.prepare(holding)
         self._held = held
         self.holding = holding
         settings = self._context.settings
@@ -119,6 +129,7 @@ class Serving:
 
     def renew(self, holding: Holding, held: Held | None = None) -> None:
         """The weights have changed: another version from now on."""
+        self.control.prepare(holding)
         self._held = held or self._held
         self.holding = holding
         if self._beating:
@@ -170,6 +181,7 @@ class Serving:
 
     def close(self) -> None:
         """End everything at once. Idempotent."""
+        _lives.discard(self.generation)
         if self._beating:
             self._beating.close()
             self._beating = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mx_cli.base.errors import Incompatible
@@ -22,11 +22,15 @@ ALIGN = 64
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the bytes go, and the tensors that get them. `finish` is called when all are there."""
+    """Where the bytes go, and the tensors that get them. `finish` is called when all are there.
+
+    `kinds` of the tensors, where the target knows them and not only the source.
+    """
 
     targets: list[Extent]
     names: list[str]
     finish: Callable[[], None]
+    kinds: Mapping[str, str] = field(default_factory=dict)
 
 
 def pieces_of(holding: Holding, dtypes: Mapping[str, str]) -> list[Piece]:
