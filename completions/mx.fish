@@ -62,18 +62,18 @@ complete -c mx -n '__mx_at mx hash' -l set -d 'another factor of the layout; may
 complete -c mx -n '__mx_at mx hash' -l scheme -d 'whose identity; default mx1 env MX_SCHEME' -x -a 'mx1 modelexpress'
 complete -c mx -n '__mx_at mx hash' -l field -d 'of --scheme modelexpress env MX_FIELD, separated by blanks' -x
 complete -c mx -n '__mx_at mx hash' -l cache-dir -d 'root of the shared cache env MX_CACHE_DIR' -x
-complete -c mx -n '__mx_at mx hash' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65' -x
+complete -c mx -n '__mx_at mx hash' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65s' -x
 complete -c mx -n '__mx_at mx hash' -l endpoint-url -d 'endpoint of an S3- or GCS-compatible store env MX_ENDPOINT_URL' -x
 complete -c mx -n '__mx_at mx hash' -l region -d 'region of the bucket env MX_REGION' -x
 complete -c mx -n '__mx_at mx hash' -l anon -d 'send no credentials env MX_ANON'
 complete -c mx -n '__mx_at mx hash' -l requester-pays -d 'accept the requesters charges env MX_REQUESTER_PAYS'
 complete -c mx -n '__mx_at mx hash' -l ca-bundle -d 'file of CA certificates to trust env MX_CA_BUNDLE' -x
-complete -c mx -n '__mx_at mx hash' -l insecure -d 'do not verify TLS certificates env MX_INSECURE'
+complete -c mx -n '__mx_at mx hash' -l insecure -d 'verify no TLS certificate, and want no secret of peers env MX_INSECURE'
 complete -c mx -n '__mx_at mx hash' -l hf-token-file -d 'file with the Hugging Face token env MX_HF_TOKEN_FILE' -x
 complete -c mx -n '__mx_at mx hash' -l offline -d 'use the cache only, open no connection env MX_OFFLINE'
-complete -c mx -n '__mx_at mx hash' -l connect-timeout -d 'seconds to open a connection env MX_CONNECT_TIMEOUT; default 10' -x
-complete -c mx -n '__mx_at mx hash' -l stall-timeout -d 'no byte for this long is a failure env MX_STALL_TIMEOUT; default 60' -x
-complete -c mx -n '__mx_at mx hash' -l retry-for -d 'how long to retry an origin without progress env MX_RETRY_FOR; default 600' -x
+complete -c mx -n '__mx_at mx hash' -l connect-timeout -d 'seconds to open a connection env MX_CONNECT_TIMEOUT; default 10s' -x
+complete -c mx -n '__mx_at mx hash' -l stall-timeout -d 'no byte for this long is a failure env MX_STALL_TIMEOUT; default 60s' -x
+complete -c mx -n '__mx_at mx hash' -l retry-for -d 'how long to retry an origin without progress env MX_RETRY_FOR; default 600s' -x
 complete -c mx -n '__mx_at mx hash' -l timeout -d 'limit for the whole command env MX_TIMEOUT' -x
 complete -c mx -n '__mx_at mx hash' -l log-format -d 'format of stderr env MX_LOG_FORMAT; default text' -x -a 'text json'
 complete -c mx -n '__mx_at mx hash' -l progress -d 'how progress is shown env MX_PROGRESS; default auto' -x -a 'auto bar plain none'
@@ -89,7 +89,7 @@ complete -c mx -n '__mx_at mx prefetch' -l version-id -d 'version of a single ob
 complete -c mx -n '__mx_at mx prefetch' -l include -d 'only these files; may be repeated env MX_INCLUDE, separated by blanks' -x
 complete -c mx -n '__mx_at mx prefetch' -l exclude -d 'not these files; may be repeated env MX_EXCLUDE, separated by blanks' -x
 complete -c mx -n '__mx_at mx prefetch' -l all -d 'all files, not one usable set env MX_ALL'
-complete -c mx -n '__mx_at mx prefetch' -l from -d 'peer, origin: whom to ask, peers first default origin env MX_FROM' -x
+complete -c mx -n '__mx_at mx prefetch' -l from -d 'peer, origin: whom to ask default origin; peer,origin with --discovery env MX_FROM' -x
 complete -c mx -n '__mx_at mx prefetch' -l dry-run -d 'say what would be fetched, fetch nothing env MX_DRY_RUN'
 complete -c mx -n '__mx_at mx prefetch' -l verify -d 'hash what is there again env MX_VERIFY'
 complete -c mx -n '__mx_at mx prefetch' -l pin -d 'keep the snapshot from gc env MX_PIN' -x
@@ -98,31 +98,31 @@ complete -c mx -n '__mx_at mx prefetch' -l link -d 'also make a symlink to the s
 complete -c mx -n '__mx_at mx prefetch' -l result -d 'also write the JSON result here; absent after a failure env MX_RESULT' -x
 complete -c mx -n '__mx_at mx prefetch' -l hf-cache -d 'also show it in a Hugging Face cache ( = the default one) env MX_HF_CACHE' -x
 complete -c mx -n '__mx_at mx prefetch' -l cache-dir -d 'root of the shared cache env MX_CACHE_DIR' -x
-complete -c mx -n '__mx_at mx prefetch' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65' -x
+complete -c mx -n '__mx_at mx prefetch' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65s' -x
 complete -c mx -n '__mx_at mx prefetch' -l endpoint-url -d 'endpoint of an S3- or GCS-compatible store env MX_ENDPOINT_URL' -x
 complete -c mx -n '__mx_at mx prefetch' -l region -d 'region of the bucket env MX_REGION' -x
 complete -c mx -n '__mx_at mx prefetch' -l anon -d 'send no credentials env MX_ANON'
 complete -c mx -n '__mx_at mx prefetch' -l requester-pays -d 'accept the requesters charges env MX_REQUESTER_PAYS'
 complete -c mx -n '__mx_at mx prefetch' -l ca-bundle -d 'file of CA certificates to trust env MX_CA_BUNDLE' -x
-complete -c mx -n '__mx_at mx prefetch' -l insecure -d 'do not verify TLS certificates env MX_INSECURE'
+complete -c mx -n '__mx_at mx prefetch' -l insecure -d 'verify no TLS certificate, and want no secret of peers env MX_INSECURE'
 complete -c mx -n '__mx_at mx prefetch' -l hf-token-file -d 'file with the Hugging Face token env MX_HF_TOKEN_FILE' -x
 complete -c mx -n '__mx_at mx prefetch' -l offline -d 'use the cache only, open no connection env MX_OFFLINE'
-complete -c mx -n '__mx_at mx prefetch' -l connect-timeout -d 'seconds to open a connection env MX_CONNECT_TIMEOUT; default 10' -x
-complete -c mx -n '__mx_at mx prefetch' -l stall-timeout -d 'no byte for this long is a failure env MX_STALL_TIMEOUT; default 60' -x
-complete -c mx -n '__mx_at mx prefetch' -l retry-for -d 'how long to retry an origin without progress env MX_RETRY_FOR; default 600' -x
+complete -c mx -n '__mx_at mx prefetch' -l connect-timeout -d 'seconds to open a connection env MX_CONNECT_TIMEOUT; default 10s' -x
+complete -c mx -n '__mx_at mx prefetch' -l stall-timeout -d 'no byte for this long is a failure env MX_STALL_TIMEOUT; default 60s' -x
+complete -c mx -n '__mx_at mx prefetch' -l retry-for -d 'how long to retry an origin without progress env MX_RETRY_FOR; default 600s' -x
 complete -c mx -n '__mx_at mx prefetch' -l max-connections -d 'connections to an origin at most env MX_MAX_CONNECTIONS; default 32' -x
 complete -c mx -n '__mx_at mx prefetch' -l max-bandwidth -d 'bytes a second at most env MX_MAX_BANDWIDTH' -x
-complete -c mx -n '__mx_at mx prefetch' -l range-size -d 'bytes of one request env MX_RANGE_SIZE; default 16777216' -x
-complete -c mx -n '__mx_at mx prefetch' -l wait -d 'limit for waiting on another downloader env MX_WAIT' -x
-complete -c mx -n '__mx_at mx prefetch' -l ttl -d 'a leader that shows no progress for this long is replaced env MX_TTL; default 20' -x
-complete -c mx -n '__mx_at mx prefetch' -l beat -d 'seconds between two signs of life of a leader env MX_BEAT; default 2' -x
+complete -c mx -n '__mx_at mx prefetch' -l range-size -d 'bytes of one request env MX_RANGE_SIZE; default 16MiB' -x
+complete -c mx -n '__mx_at mx prefetch' -l wait -d 'limit for waiting: on another downloader, for a peer env MX_WAIT' -x
+complete -c mx -n '__mx_at mx prefetch' -l ttl -d 'a leader that shows no progress for this long is replaced env MX_TTL; default 20s' -x
+complete -c mx -n '__mx_at mx prefetch' -l beat -d 'seconds between two signs of life of a leader env MX_BEAT; default 2s' -x
 complete -c mx -n '__mx_at mx prefetch' -l node-name -d 'this nodes name, shown to others env MX_NODE_NAME' -x
 complete -c mx -n '__mx_at mx prefetch' -l namespace -d 'this pods namespace, shown to others env MX_NAMESPACE' -x
-complete -c mx -n '__mx_at mx prefetch' -l peer-token-file -d 'file of secrets that peers share, one a line; the first is offered env MX_PEER_TOKEN_FILE' -x
-complete -c mx -n '__mx_at mx prefetch' -l interface -d 'network interfaces of the data path, comma-separated env MX_INTERFACE' -x
+complete -c mx -n '__mx_at mx prefetch' -l peer-token-file -d 'file of secrets that peers share, one a line: the first is offered, all are accepted env MX_PEER_TOKEN_FILE' -x
+complete -c mx -n '__mx_at mx prefetch' -l interface -d 'network interfaces of the NIXL data path, comma-separated env MX_INTERFACE' -x
 complete -c mx -n '__mx_at mx prefetch' -l data-ports -d 'ports of the NIXL data path: FIRST-LAST env MX_DATA_PORTS' -x
-complete -c mx -n '__mx_at mx prefetch' -l discovery -d 'where peers are found: dir:PATH, static:HOST:PORT,... or dns:NAME:PORT env MX_DISCOVERY' -x
-complete -c mx -n '__mx_at mx prefetch' -l record-beat -d 'seconds between two signs of life of a peers record env MX_RECORD_BEAT; default 15' -x
+complete -c mx -n '__mx_at mx prefetch' -l discovery -d 'where peers are found: dir:PATH (peers/ in the cache), static:HOST:PORT,... or dns:NAME:PORT env MX_DISCOVERY' -x
+complete -c mx -n '__mx_at mx prefetch' -l record-beat -d 'seconds between two signs of life of a peers record env MX_RECORD_BEAT; default 15s' -x
 complete -c mx -n '__mx_at mx prefetch' -l if-unreachable -d 'when the origin cannot be asked: fail, or use what is cached env MX_IF_UNREACHABLE; default fail' -x -a 'fail cached'
 complete -c mx -n '__mx_at mx prefetch' -l timeout -d 'limit for the whole command env MX_TIMEOUT' -x
 complete -c mx -n '__mx_at mx prefetch' -l log-format -d 'format of stderr env MX_LOG_FORMAT; default text' -x -a 'text json'
@@ -135,42 +135,42 @@ complete -c mx -n '__mx_at mx prefetch' -l verbose -s v -d 'decisions on stderr;
 complete -c mx -n '__mx_at mx prefetch' -l help -d 'Show the help and exit'
 complete -c mx -n '__mx_at mx prefetch' -F
 complete -c mx -n '__mx_at mx serve' -l revision -d 'revision of a URI env MX_REVISION' -x
-complete -c mx -n '__mx_at mx serve' -l device -d 'where the weights are held for readers env MX_DEVICE' -x
-complete -c mx -n '__mx_at mx serve' -l listen -d 'where to listen; port 0 takes a free one env MX_LISTEN' -x
+complete -c mx -n '__mx_at mx serve' -l device -d 'where readers get the weights from env MX_DEVICE' -x
+complete -c mx -n '__mx_at mx serve' -l listen -d 'where to listen; port 0 takes a free one, 0.0.0.0 is for other hosts too env MX_LISTEN' -x
 complete -c mx -n '__mx_at mx serve' -l advertise -d 'the address that others are told env MX_ADVERTISE' -x
-complete -c mx -n '__mx_at mx serve' -l max-readers -d 'readers at once env MX_MAX_READERS' -x
+complete -c mx -n '__mx_at mx serve' -l max-readers -d 'readers at once; others wait env MX_MAX_READERS' -x
 complete -c mx -n '__mx_at mx serve' -l drain-timeout -d 'time for readers to finish after SIGTERM env MX_DRAIN_TIMEOUT' -x
 complete -c mx -n '__mx_at mx serve' -l ready-file -d 'write the JSON line here too, when ready env MX_READY_FILE' -x
 complete -c mx -n '__mx_at mx serve' -l name -d 'a name in discovery that outlives a restart env MX_NAME' -x
-complete -c mx -n '__mx_at mx serve' -l tls-cert -d 'own certificate (PEM) env MX_TLS_CERT' -x
+complete -c mx -n '__mx_at mx serve' -l tls-cert -d 'own certificate (PEM); else one is made at each start env MX_TLS_CERT' -x
 complete -c mx -n '__mx_at mx serve' -l tls-key -d 'its key (PEM) env MX_TLS_KEY' -x
 complete -c mx -n '__mx_at mx serve' -l cache-dir -d 'root of the shared cache env MX_CACHE_DIR' -x
-complete -c mx -n '__mx_at mx serve' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65' -x
+complete -c mx -n '__mx_at mx serve' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65s' -x
 complete -c mx -n '__mx_at mx serve' -l endpoint-url -d 'endpoint of an S3- or GCS-compatible store env MX_ENDPOINT_URL' -x
 complete -c mx -n '__mx_at mx serve' -l region -d 'region of the bucket env MX_REGION' -x
 complete -c mx -n '__mx_at mx serve' -l anon -d 'send no credentials env MX_ANON'
 complete -c mx -n '__mx_at mx serve' -l requester-pays -d 'accept the requesters charges env MX_REQUESTER_PAYS'
 complete -c mx -n '__mx_at mx serve' -l ca-bundle -d 'file of CA certificates to trust env MX_CA_BUNDLE' -x
-complete -c mx -n '__mx_at mx serve' -l insecure -d 'do not verify TLS certificates env MX_INSECURE'
+complete -c mx -n '__mx_at mx serve' -l insecure -d 'verify no TLS certificate, and want no secret of peers env MX_INSECURE'
 complete -c mx -n '__mx_at mx serve' -l hf-token-file -d 'file with the Hugging Face token env MX_HF_TOKEN_FILE' -x
 complete -c mx -n '__mx_at mx serve' -l offline -d 'use the cache only, open no connection env MX_OFFLINE'
-complete -c mx -n '__mx_at mx serve' -l connect-timeout -d 'seconds to open a connection env MX_CONNECT_TIMEOUT; default 10' -x
-complete -c mx -n '__mx_at mx serve' -l stall-timeout -d 'no byte for this long is a failure env MX_STALL_TIMEOUT; default 60' -x
-complete -c mx -n '__mx_at mx serve' -l retry-for -d 'how long to retry an origin without progress env MX_RETRY_FOR; default 600' -x
+complete -c mx -n '__mx_at mx serve' -l connect-timeout -d 'seconds to open a connection env MX_CONNECT_TIMEOUT; default 10s' -x
+complete -c mx -n '__mx_at mx serve' -l stall-timeout -d 'no byte for this long is a failure env MX_STALL_TIMEOUT; default 60s' -x
+complete -c mx -n '__mx_at mx serve' -l retry-for -d 'how long to retry an origin without progress env MX_RETRY_FOR; default 600s' -x
 complete -c mx -n '__mx_at mx serve' -l max-connections -d 'connections to an origin at most env MX_MAX_CONNECTIONS; default 32' -x
 complete -c mx -n '__mx_at mx serve' -l max-bandwidth -d 'bytes a second at most env MX_MAX_BANDWIDTH' -x
-complete -c mx -n '__mx_at mx serve' -l range-size -d 'bytes of one request env MX_RANGE_SIZE; default 16777216' -x
-complete -c mx -n '__mx_at mx serve' -l wait -d 'limit for waiting on another downloader env MX_WAIT' -x
-complete -c mx -n '__mx_at mx serve' -l ttl -d 'a leader that shows no progress for this long is replaced env MX_TTL; default 20' -x
-complete -c mx -n '__mx_at mx serve' -l beat -d 'seconds between two signs of life of a leader env MX_BEAT; default 2' -x
+complete -c mx -n '__mx_at mx serve' -l range-size -d 'bytes of one request env MX_RANGE_SIZE; default 16MiB' -x
+complete -c mx -n '__mx_at mx serve' -l wait -d 'limit for waiting: on another downloader, for a peer env MX_WAIT' -x
+complete -c mx -n '__mx_at mx serve' -l ttl -d 'a leader that shows no progress for this long is replaced env MX_TTL; default 20s' -x
+complete -c mx -n '__mx_at mx serve' -l beat -d 'seconds between two signs of life of a leader env MX_BEAT; default 2s' -x
 complete -c mx -n '__mx_at mx serve' -l node-name -d 'this nodes name, shown to others env MX_NODE_NAME' -x
 complete -c mx -n '__mx_at mx serve' -l namespace -d 'this pods namespace, shown to others env MX_NAMESPACE' -x
-complete -c mx -n '__mx_at mx serve' -l peer-token-file -d 'file of secrets that peers share, one a line; the first is offered env MX_PEER_TOKEN_FILE' -x
-complete -c mx -n '__mx_at mx serve' -l interface -d 'network interfaces of the data path, comma-separated env MX_INTERFACE' -x
+complete -c mx -n '__mx_at mx serve' -l peer-token-file -d 'file of secrets that peers share, one a line: the first is offered, all are accepted env MX_PEER_TOKEN_FILE' -x
+complete -c mx -n '__mx_at mx serve' -l interface -d 'network interfaces of the NIXL data path, comma-separated env MX_INTERFACE' -x
 complete -c mx -n '__mx_at mx serve' -l data-ports -d 'ports of the NIXL data path: FIRST-LAST env MX_DATA_PORTS' -x
-complete -c mx -n '__mx_at mx serve' -l discovery -d 'where peers are found: dir:PATH, static:HOST:PORT,... or dns:NAME:PORT env MX_DISCOVERY' -x
-complete -c mx -n '__mx_at mx serve' -l record-beat -d 'seconds between two signs of life of a peers record env MX_RECORD_BEAT; default 15' -x
-complete -c mx -n '__mx_at mx serve' -l grant-ttl -d 'a reader that is silent for this long loses its grant env MX_GRANT_TTL; default 30' -x
+complete -c mx -n '__mx_at mx serve' -l discovery -d 'where peers are found: dir:PATH (peers/ in the cache), static:HOST:PORT,... or dns:NAME:PORT env MX_DISCOVERY' -x
+complete -c mx -n '__mx_at mx serve' -l record-beat -d 'seconds between two signs of life of a peers record env MX_RECORD_BEAT; default 15s' -x
+complete -c mx -n '__mx_at mx serve' -l grant-ttl -d 'a reader that is silent for this long loses its grant env MX_GRANT_TTL; default 30s' -x
 complete -c mx -n '__mx_at mx serve' -l timeout -d 'limit for the whole command env MX_TIMEOUT' -x
 complete -c mx -n '__mx_at mx serve' -l log-format -d 'format of stderr env MX_LOG_FORMAT; default text' -x -a 'text json'
 complete -c mx -n '__mx_at mx serve' -l progress -d 'how progress is shown env MX_PROGRESS; default auto' -x -a 'auto bar plain none'
@@ -182,46 +182,46 @@ complete -c mx -n '__mx_at mx serve' -l verbose -s v -d 'decisions on stderr; -v
 complete -c mx -n '__mx_at mx serve' -l help -d 'Show the help and exit'
 complete -c mx -n '__mx_at mx serve' -F
 complete -c mx -n '__mx_at mx pull' -l revision -d 'revision of a URI env MX_REVISION' -x
-complete -c mx -n '__mx_at mx pull' -l to -d 'make this directory, not a snapshot in the cache env MX_TO' -x
-complete -c mx -n '__mx_at mx pull' -l peer -d 'only this peer; may be repeated env MX_PEER, separated by blanks' -x
-complete -c mx -n '__mx_at mx pull' -l route -d 'routes to try, in order default peer,cache,origin env MX_ROUTE' -x
-complete -c mx -n '__mx_at mx pull' -l require -d 'rdma, encrypted: what the peer path must be env MX_REQUIRE' -x
-complete -c mx -n '__mx_at mx pull' -l path -d 'how a peers bytes travel env MX_PATH' -x -a 'auto nixl-read socket'
-complete -c mx -n '__mx_at mx pull' -l origin -d 'where else an identity may come from env MX_ORIGIN' -x
-complete -c mx -n '__mx_at mx pull' -l then-serve -d 'offer it to other peers then, until stopped env MX_THEN_SERVE'
+complete -c mx -n '__mx_at mx pull' -l to -d 'make this directory, not a snapshot in the cache; must be absent or empty env MX_TO' -x
+complete -c mx -n '__mx_at mx pull' -l peer -d 'this peer, not those of discovery; may be repeated env MX_PEER, separated by blanks' -x
+complete -c mx -n '__mx_at mx pull' -l route -d 'where to take it from, in order default peer,cache,origin env MX_ROUTE' -x
+complete -c mx -n '__mx_at mx pull' -l require -d 'what the way from a peer must be: rdma, or encrypted (path socket) env MX_REQUIRE' -x
+complete -c mx -n '__mx_at mx pull' -l path -d 'the way from a peer: NIXL reads its memory, or TLS sockets env MX_PATH' -x -a 'auto nixl-read socket'
+complete -c mx -n '__mx_at mx pull' -l origin -d 'where an IDENTITY comes from when no peer and no snapshot has it env MX_ORIGIN' -x
+complete -c mx -n '__mx_at mx pull' -l then-serve -d 'be a peer too afterwards, until stopped env MX_THEN_SERVE'
 complete -c mx -n '__mx_at mx pull' -l listen -d 'where --then-serve listens env MX_LISTEN' -x
 complete -c mx -n '__mx_at mx pull' -l advertise -d 'the address that --then-serve tells others env MX_ADVERTISE' -x
-complete -c mx -n '__mx_at mx pull' -l max-readers -d 'readers of --then-serve env MX_MAX_READERS' -x
+complete -c mx -n '__mx_at mx pull' -l max-readers -d 'readers of --then-serve at once env MX_MAX_READERS' -x
 complete -c mx -n '__mx_at mx pull' -l drain-timeout -d 'time for readers to finish after SIGTERM env MX_DRAIN_TIMEOUT' -x
 complete -c mx -n '__mx_at mx pull' -l result -d 'also write the JSON result here env MX_RESULT' -x
 complete -c mx -n '__mx_at mx pull' -l cache-dir -d 'root of the shared cache env MX_CACHE_DIR' -x
-complete -c mx -n '__mx_at mx pull' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65' -x
+complete -c mx -n '__mx_at mx pull' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65s' -x
 complete -c mx -n '__mx_at mx pull' -l endpoint-url -d 'endpoint of an S3- or GCS-compatible store env MX_ENDPOINT_URL' -x
 complete -c mx -n '__mx_at mx pull' -l region -d 'region of the bucket env MX_REGION' -x
 complete -c mx -n '__mx_at mx pull' -l anon -d 'send no credentials env MX_ANON'
 complete -c mx -n '__mx_at mx pull' -l requester-pays -d 'accept the requesters charges env MX_REQUESTER_PAYS'
 complete -c mx -n '__mx_at mx pull' -l ca-bundle -d 'file of CA certificates to trust env MX_CA_BUNDLE' -x
-complete -c mx -n '__mx_at mx pull' -l insecure -d 'do not verify TLS certificates env MX_INSECURE'
+complete -c mx -n '__mx_at mx pull' -l insecure -d 'verify no TLS certificate, and want no secret of peers env MX_INSECURE'
 complete -c mx -n '__mx_at mx pull' -l hf-token-file -d 'file with the Hugging Face token env MX_HF_TOKEN_FILE' -x
 complete -c mx -n '__mx_at mx pull' -l offline -d 'use the cache only, open no connection env MX_OFFLINE'
-complete -c mx -n '__mx_at mx pull' -l connect-timeout -d 'seconds to open a connection env MX_CONNECT_TIMEOUT; default 10' -x
-complete -c mx -n '__mx_at mx pull' -l stall-timeout -d 'no byte for this long is a failure env MX_STALL_TIMEOUT; default 60' -x
-complete -c mx -n '__mx_at mx pull' -l retry-for -d 'how long to retry an origin without progress env MX_RETRY_FOR; default 600' -x
+complete -c mx -n '__mx_at mx pull' -l connect-timeout -d 'seconds to open a connection env MX_CONNECT_TIMEOUT; default 10s' -x
+complete -c mx -n '__mx_at mx pull' -l stall-timeout -d 'no byte for this long is a failure env MX_STALL_TIMEOUT; default 60s' -x
+complete -c mx -n '__mx_at mx pull' -l retry-for -d 'how long to retry an origin without progress env MX_RETRY_FOR; default 600s' -x
 complete -c mx -n '__mx_at mx pull' -l max-connections -d 'connections to an origin at most env MX_MAX_CONNECTIONS; default 32' -x
 complete -c mx -n '__mx_at mx pull' -l max-bandwidth -d 'bytes a second at most env MX_MAX_BANDWIDTH' -x
-complete -c mx -n '__mx_at mx pull' -l range-size -d 'bytes of one request env MX_RANGE_SIZE; default 16777216' -x
-complete -c mx -n '__mx_at mx pull' -l wait -d 'limit for waiting on another downloader env MX_WAIT' -x
-complete -c mx -n '__mx_at mx pull' -l ttl -d 'a leader that shows no progress for this long is replaced env MX_TTL; default 20' -x
-complete -c mx -n '__mx_at mx pull' -l beat -d 'seconds between two signs of life of a leader env MX_BEAT; default 2' -x
+complete -c mx -n '__mx_at mx pull' -l range-size -d 'bytes of one request env MX_RANGE_SIZE; default 16MiB' -x
+complete -c mx -n '__mx_at mx pull' -l wait -d 'limit for waiting: on another downloader, for a peer env MX_WAIT' -x
+complete -c mx -n '__mx_at mx pull' -l ttl -d 'a leader that shows no progress for this long is replaced env MX_TTL; default 20s' -x
+complete -c mx -n '__mx_at mx pull' -l beat -d 'seconds between two signs of life of a leader env MX_BEAT; default 2s' -x
 complete -c mx -n '__mx_at mx pull' -l node-name -d 'this nodes name, shown to others env MX_NODE_NAME' -x
 complete -c mx -n '__mx_at mx pull' -l namespace -d 'this pods namespace, shown to others env MX_NAMESPACE' -x
-complete -c mx -n '__mx_at mx pull' -l peer-token-file -d 'file of secrets that peers share, one a line; the first is offered env MX_PEER_TOKEN_FILE' -x
-complete -c mx -n '__mx_at mx pull' -l interface -d 'network interfaces of the data path, comma-separated env MX_INTERFACE' -x
+complete -c mx -n '__mx_at mx pull' -l peer-token-file -d 'file of secrets that peers share, one a line: the first is offered, all are accepted env MX_PEER_TOKEN_FILE' -x
+complete -c mx -n '__mx_at mx pull' -l interface -d 'network interfaces of the NIXL data path, comma-separated env MX_INTERFACE' -x
 complete -c mx -n '__mx_at mx pull' -l data-ports -d 'ports of the NIXL data path: FIRST-LAST env MX_DATA_PORTS' -x
-complete -c mx -n '__mx_at mx pull' -l discovery -d 'where peers are found: dir:PATH, static:HOST:PORT,... or dns:NAME:PORT env MX_DISCOVERY' -x
-complete -c mx -n '__mx_at mx pull' -l record-beat -d 'seconds between two signs of life of a peers record env MX_RECORD_BEAT; default 15' -x
-complete -c mx -n '__mx_at mx pull' -l peer-stall-timeout -d 'a peer without a verified byte for this long is left env MX_PEER_STALL_TIMEOUT; default 15' -x
-complete -c mx -n '__mx_at mx pull' -l grant-ttl -d 'a reader that is silent for this long loses its grant env MX_GRANT_TTL; default 30' -x
+complete -c mx -n '__mx_at mx pull' -l discovery -d 'where peers are found: dir:PATH (peers/ in the cache), static:HOST:PORT,... or dns:NAME:PORT env MX_DISCOVERY' -x
+complete -c mx -n '__mx_at mx pull' -l record-beat -d 'seconds between two signs of life of a peers record env MX_RECORD_BEAT; default 15s' -x
+complete -c mx -n '__mx_at mx pull' -l peer-stall-timeout -d 'a peer without a verified byte for this long is left env MX_PEER_STALL_TIMEOUT; default 15s' -x
+complete -c mx -n '__mx_at mx pull' -l grant-ttl -d 'a reader that is silent for this long loses its grant env MX_GRANT_TTL; default 30s' -x
 complete -c mx -n '__mx_at mx pull' -l timeout -d 'limit for the whole command env MX_TIMEOUT' -x
 complete -c mx -n '__mx_at mx pull' -l log-format -d 'format of stderr env MX_LOG_FORMAT; default text' -x -a 'text json'
 complete -c mx -n '__mx_at mx pull' -l progress -d 'how progress is shown env MX_PROGRESS; default auto' -x -a 'auto bar plain none'
@@ -234,21 +234,21 @@ complete -c mx -n '__mx_at mx pull' -l help -d 'Show the help and exit'
 complete -c mx -n '__mx_at mx pull' -a 'MODEL IDENTITY'
 complete -c mx -n '__mx_at mx peers' -l probe -d 'ask each peer whether it is there, and what it holds env MX_PROBE'
 complete -c mx -n '__mx_at mx peers' -l cache-dir -d 'root of the shared cache env MX_CACHE_DIR' -x
-complete -c mx -n '__mx_at mx peers' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65' -x
-complete -c mx -n '__mx_at mx peers' -l discovery -d 'where peers are found: dir:PATH, static:HOST:PORT,... or dns:NAME:PORT env MX_DISCOVERY' -x
-complete -c mx -n '__mx_at mx peers' -l record-beat -d 'seconds between two signs of life of a peers record env MX_RECORD_BEAT; default 15' -x
-complete -c mx -n '__mx_at mx peers' -l peer-token-file -d 'file of secrets that peers share, one a line; the first is offered env MX_PEER_TOKEN_FILE' -x
+complete -c mx -n '__mx_at mx peers' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65s' -x
+complete -c mx -n '__mx_at mx peers' -l discovery -d 'where peers are found: dir:PATH (peers/ in the cache), static:HOST:PORT,... or dns:NAME:PORT env MX_DISCOVERY' -x
+complete -c mx -n '__mx_at mx peers' -l record-beat -d 'seconds between two signs of life of a peers record env MX_RECORD_BEAT; default 15s' -x
+complete -c mx -n '__mx_at mx peers' -l peer-token-file -d 'file of secrets that peers share, one a line: the first is offered, all are accepted env MX_PEER_TOKEN_FILE' -x
 complete -c mx -n '__mx_at mx peers' -l endpoint-url -d 'endpoint of an S3- or GCS-compatible store env MX_ENDPOINT_URL' -x
 complete -c mx -n '__mx_at mx peers' -l region -d 'region of the bucket env MX_REGION' -x
 complete -c mx -n '__mx_at mx peers' -l anon -d 'send no credentials env MX_ANON'
 complete -c mx -n '__mx_at mx peers' -l requester-pays -d 'accept the requesters charges env MX_REQUESTER_PAYS'
 complete -c mx -n '__mx_at mx peers' -l ca-bundle -d 'file of CA certificates to trust env MX_CA_BUNDLE' -x
-complete -c mx -n '__mx_at mx peers' -l insecure -d 'do not verify TLS certificates env MX_INSECURE'
+complete -c mx -n '__mx_at mx peers' -l insecure -d 'verify no TLS certificate, and want no secret of peers env MX_INSECURE'
 complete -c mx -n '__mx_at mx peers' -l hf-token-file -d 'file with the Hugging Face token env MX_HF_TOKEN_FILE' -x
 complete -c mx -n '__mx_at mx peers' -l offline -d 'use the cache only, open no connection env MX_OFFLINE'
-complete -c mx -n '__mx_at mx peers' -l connect-timeout -d 'seconds to open a connection env MX_CONNECT_TIMEOUT; default 10' -x
-complete -c mx -n '__mx_at mx peers' -l stall-timeout -d 'no byte for this long is a failure env MX_STALL_TIMEOUT; default 60' -x
-complete -c mx -n '__mx_at mx peers' -l retry-for -d 'how long to retry an origin without progress env MX_RETRY_FOR; default 600' -x
+complete -c mx -n '__mx_at mx peers' -l connect-timeout -d 'seconds to open a connection env MX_CONNECT_TIMEOUT; default 10s' -x
+complete -c mx -n '__mx_at mx peers' -l stall-timeout -d 'no byte for this long is a failure env MX_STALL_TIMEOUT; default 60s' -x
+complete -c mx -n '__mx_at mx peers' -l retry-for -d 'how long to retry an origin without progress env MX_RETRY_FOR; default 600s' -x
 complete -c mx -n '__mx_at mx peers' -l timeout -d 'limit for the whole command env MX_TIMEOUT' -x
 complete -c mx -n '__mx_at mx peers' -l log-format -d 'format of stderr env MX_LOG_FORMAT; default text' -x -a 'text json'
 complete -c mx -n '__mx_at mx peers' -l progress -d 'how progress is shown env MX_PROGRESS; default auto' -x -a 'auto bar plain none'
@@ -260,9 +260,9 @@ complete -c mx -n '__mx_at mx peers' -l verbose -s v -d 'decisions on stderr; -v
 complete -c mx -n '__mx_at mx peers' -l help -d 'Show the help and exit'
 complete -c mx -n '__mx_at mx peers' -F
 complete -c mx -n '__mx_at mx status' -l cache-dir -d 'root of the shared cache env MX_CACHE_DIR' -x
-complete -c mx -n '__mx_at mx status' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65' -x
-complete -c mx -n '__mx_at mx status' -l ttl -d 'a leader that shows no progress for this long is replaced env MX_TTL; default 20' -x
-complete -c mx -n '__mx_at mx status' -l beat -d 'seconds between two signs of life of a leader env MX_BEAT; default 2' -x
+complete -c mx -n '__mx_at mx status' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65s' -x
+complete -c mx -n '__mx_at mx status' -l ttl -d 'a leader that shows no progress for this long is replaced env MX_TTL; default 20s' -x
+complete -c mx -n '__mx_at mx status' -l beat -d 'seconds between two signs of life of a leader env MX_BEAT; default 2s' -x
 complete -c mx -n '__mx_at mx status' -l timeout -d 'limit for the whole command env MX_TIMEOUT' -x
 complete -c mx -n '__mx_at mx status' -l log-format -d 'format of stderr env MX_LOG_FORMAT; default text' -x -a 'text json'
 complete -c mx -n '__mx_at mx status' -l progress -d 'how progress is shown env MX_PROGRESS; default auto' -x -a 'auto bar plain none'
@@ -273,24 +273,24 @@ complete -c mx -n '__mx_at mx status' -l quiet -s q -d 'only warnings and errors
 complete -c mx -n '__mx_at mx status' -l verbose -s v -d 'decisions on stderr; -vv each request too env MX_VERBOSE'
 complete -c mx -n '__mx_at mx status' -l help -d 'Show the help and exit'
 complete -c mx -n '__mx_at mx config' -l cache-dir -d 'root of the shared cache env MX_CACHE_DIR' -x
-complete -c mx -n '__mx_at mx config' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65' -x
+complete -c mx -n '__mx_at mx config' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65s' -x
 complete -c mx -n '__mx_at mx config' -l endpoint-url -d 'endpoint of an S3- or GCS-compatible store env MX_ENDPOINT_URL' -x
 complete -c mx -n '__mx_at mx config' -l region -d 'region of the bucket env MX_REGION' -x
 complete -c mx -n '__mx_at mx config' -l anon -d 'send no credentials env MX_ANON'
 complete -c mx -n '__mx_at mx config' -l requester-pays -d 'accept the requesters charges env MX_REQUESTER_PAYS'
 complete -c mx -n '__mx_at mx config' -l ca-bundle -d 'file of CA certificates to trust env MX_CA_BUNDLE' -x
-complete -c mx -n '__mx_at mx config' -l insecure -d 'do not verify TLS certificates env MX_INSECURE'
+complete -c mx -n '__mx_at mx config' -l insecure -d 'verify no TLS certificate, and want no secret of peers env MX_INSECURE'
 complete -c mx -n '__mx_at mx config' -l hf-token-file -d 'file with the Hugging Face token env MX_HF_TOKEN_FILE' -x
 complete -c mx -n '__mx_at mx config' -l offline -d 'use the cache only, open no connection env MX_OFFLINE'
-complete -c mx -n '__mx_at mx config' -l connect-timeout -d 'seconds to open a connection env MX_CONNECT_TIMEOUT; default 10' -x
-complete -c mx -n '__mx_at mx config' -l stall-timeout -d 'no byte for this long is a failure env MX_STALL_TIMEOUT; default 60' -x
-complete -c mx -n '__mx_at mx config' -l retry-for -d 'how long to retry an origin without progress env MX_RETRY_FOR; default 600' -x
+complete -c mx -n '__mx_at mx config' -l connect-timeout -d 'seconds to open a connection env MX_CONNECT_TIMEOUT; default 10s' -x
+complete -c mx -n '__mx_at mx config' -l stall-timeout -d 'no byte for this long is a failure env MX_STALL_TIMEOUT; default 60s' -x
+complete -c mx -n '__mx_at mx config' -l retry-for -d 'how long to retry an origin without progress env MX_RETRY_FOR; default 600s' -x
 complete -c mx -n '__mx_at mx config' -l max-connections -d 'connections to an origin at most env MX_MAX_CONNECTIONS; default 32' -x
 complete -c mx -n '__mx_at mx config' -l max-bandwidth -d 'bytes a second at most env MX_MAX_BANDWIDTH' -x
-complete -c mx -n '__mx_at mx config' -l range-size -d 'bytes of one request env MX_RANGE_SIZE; default 16777216' -x
-complete -c mx -n '__mx_at mx config' -l wait -d 'limit for waiting on another downloader env MX_WAIT' -x
-complete -c mx -n '__mx_at mx config' -l ttl -d 'a leader that shows no progress for this long is replaced env MX_TTL; default 20' -x
-complete -c mx -n '__mx_at mx config' -l beat -d 'seconds between two signs of life of a leader env MX_BEAT; default 2' -x
+complete -c mx -n '__mx_at mx config' -l range-size -d 'bytes of one request env MX_RANGE_SIZE; default 16MiB' -x
+complete -c mx -n '__mx_at mx config' -l wait -d 'limit for waiting: on another downloader, for a peer env MX_WAIT' -x
+complete -c mx -n '__mx_at mx config' -l ttl -d 'a leader that shows no progress for this long is replaced env MX_TTL; default 20s' -x
+complete -c mx -n '__mx_at mx config' -l beat -d 'seconds between two signs of life of a leader env MX_BEAT; default 2s' -x
 complete -c mx -n '__mx_at mx config' -l node-name -d 'this nodes name, shown to others env MX_NODE_NAME' -x
 complete -c mx -n '__mx_at mx config' -l namespace -d 'this pods namespace, shown to others env MX_NAMESPACE' -x
 complete -c mx -n '__mx_at mx config' -l if-unreachable -d 'when the origin cannot be asked: fail, or use what is cached env MX_IF_UNREACHABLE; default fail' -x -a 'fail cached'
@@ -311,9 +311,9 @@ complete -c mx -n '__mx_at mx cache' -a gc -d 'Remove old revisions and what dow
 complete -c mx -n '__mx_at mx cache' -a unpin -d 'Remove a pin: gc may take what it kept'
 complete -c mx -n '__mx_at mx cache' -l help -d 'Show the help and exit'
 complete -c mx -n '__mx_at mx cache ls' -l cache-dir -d 'root of the shared cache env MX_CACHE_DIR' -x
-complete -c mx -n '__mx_at mx cache ls' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65' -x
-complete -c mx -n '__mx_at mx cache ls' -l ttl -d 'a leader that shows no progress for this long is replaced env MX_TTL; default 20' -x
-complete -c mx -n '__mx_at mx cache ls' -l beat -d 'seconds between two signs of life of a leader env MX_BEAT; default 2' -x
+complete -c mx -n '__mx_at mx cache ls' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65s' -x
+complete -c mx -n '__mx_at mx cache ls' -l ttl -d 'a leader that shows no progress for this long is replaced env MX_TTL; default 20s' -x
+complete -c mx -n '__mx_at mx cache ls' -l beat -d 'seconds between two signs of life of a leader env MX_BEAT; default 2s' -x
 complete -c mx -n '__mx_at mx cache ls' -l node-name -d 'this nodes name, shown to others env MX_NODE_NAME' -x
 complete -c mx -n '__mx_at mx cache ls' -l namespace -d 'this pods namespace, shown to others env MX_NAMESPACE' -x
 complete -c mx -n '__mx_at mx cache ls' -l timeout -d 'limit for the whole command env MX_TIMEOUT' -x
@@ -327,7 +327,7 @@ complete -c mx -n '__mx_at mx cache ls' -l verbose -s v -d 'decisions on stderr;
 complete -c mx -n '__mx_at mx cache ls' -l help -d 'Show the help and exit'
 complete -c mx -n '__mx_at mx cache ls' -F
 complete -c mx -n '__mx_at mx cache du' -l cache-dir -d 'root of the shared cache env MX_CACHE_DIR' -x
-complete -c mx -n '__mx_at mx cache du' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65' -x
+complete -c mx -n '__mx_at mx cache du' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65s' -x
 complete -c mx -n '__mx_at mx cache du' -l timeout -d 'limit for the whole command env MX_TIMEOUT' -x
 complete -c mx -n '__mx_at mx cache du' -l log-format -d 'format of stderr env MX_LOG_FORMAT; default text' -x -a 'text json'
 complete -c mx -n '__mx_at mx cache du' -l progress -d 'how progress is shown env MX_PROGRESS; default auto' -x -a 'auto bar plain none'
@@ -339,7 +339,7 @@ complete -c mx -n '__mx_at mx cache du' -l verbose -s v -d 'decisions on stderr;
 complete -c mx -n '__mx_at mx cache du' -l help -d 'Show the help and exit'
 complete -c mx -n '__mx_at mx cache du' -F
 complete -c mx -n '__mx_at mx cache verify' -l cache-dir -d 'root of the shared cache env MX_CACHE_DIR' -x
-complete -c mx -n '__mx_at mx cache verify' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65' -x
+complete -c mx -n '__mx_at mx cache verify' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65s' -x
 complete -c mx -n '__mx_at mx cache verify' -l timeout -d 'limit for the whole command env MX_TIMEOUT' -x
 complete -c mx -n '__mx_at mx cache verify' -l log-format -d 'format of stderr env MX_LOG_FORMAT; default text' -x -a 'text json'
 complete -c mx -n '__mx_at mx cache verify' -l progress -d 'how progress is shown env MX_PROGRESS; default auto' -x -a 'auto bar plain none'
@@ -353,9 +353,9 @@ complete -c mx -n '__mx_at mx cache verify' -F
 complete -c mx -n '__mx_at mx cache rm' -l yes -d 'remove; without it only say what would go'
 complete -c mx -n '__mx_at mx cache rm' -l force -d 'also what is pinned'
 complete -c mx -n '__mx_at mx cache rm' -l cache-dir -d 'root of the shared cache env MX_CACHE_DIR' -x
-complete -c mx -n '__mx_at mx cache rm' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65' -x
-complete -c mx -n '__mx_at mx cache rm' -l ttl -d 'a leader that shows no progress for this long is replaced env MX_TTL; default 20' -x
-complete -c mx -n '__mx_at mx cache rm' -l beat -d 'seconds between two signs of life of a leader env MX_BEAT; default 2' -x
+complete -c mx -n '__mx_at mx cache rm' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65s' -x
+complete -c mx -n '__mx_at mx cache rm' -l ttl -d 'a leader that shows no progress for this long is replaced env MX_TTL; default 20s' -x
+complete -c mx -n '__mx_at mx cache rm' -l beat -d 'seconds between two signs of life of a leader env MX_BEAT; default 2s' -x
 complete -c mx -n '__mx_at mx cache rm' -l node-name -d 'this nodes name, shown to others env MX_NODE_NAME' -x
 complete -c mx -n '__mx_at mx cache rm' -l namespace -d 'this pods namespace, shown to others env MX_NAMESPACE' -x
 complete -c mx -n '__mx_at mx cache rm' -l timeout -d 'limit for the whole command env MX_TIMEOUT' -x
@@ -372,9 +372,9 @@ complete -c mx -n '__mx_at mx cache gc' -l keep-last -d 'newest revisions of eac
 complete -c mx -n '__mx_at mx cache gc' -l min-age -d 'keep what was published or used within this env MX_MIN_AGE' -x
 complete -c mx -n '__mx_at mx cache gc' -l yes -d 'remove; without it only say what would go'
 complete -c mx -n '__mx_at mx cache gc' -l cache-dir -d 'root of the shared cache env MX_CACHE_DIR' -x
-complete -c mx -n '__mx_at mx cache gc' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65' -x
-complete -c mx -n '__mx_at mx cache gc' -l ttl -d 'a leader that shows no progress for this long is replaced env MX_TTL; default 20' -x
-complete -c mx -n '__mx_at mx cache gc' -l beat -d 'seconds between two signs of life of a leader env MX_BEAT; default 2' -x
+complete -c mx -n '__mx_at mx cache gc' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65s' -x
+complete -c mx -n '__mx_at mx cache gc' -l ttl -d 'a leader that shows no progress for this long is replaced env MX_TTL; default 20s' -x
+complete -c mx -n '__mx_at mx cache gc' -l beat -d 'seconds between two signs of life of a leader env MX_BEAT; default 2s' -x
 complete -c mx -n '__mx_at mx cache gc' -l node-name -d 'this nodes name, shown to others env MX_NODE_NAME' -x
 complete -c mx -n '__mx_at mx cache gc' -l namespace -d 'this pods namespace, shown to others env MX_NAMESPACE' -x
 complete -c mx -n '__mx_at mx cache gc' -l timeout -d 'limit for the whole command env MX_TIMEOUT' -x
@@ -388,7 +388,7 @@ complete -c mx -n '__mx_at mx cache gc' -l verbose -s v -d 'decisions on stderr;
 complete -c mx -n '__mx_at mx cache gc' -l help -d 'Show the help and exit'
 complete -c mx -n '__mx_at mx cache gc' -F
 complete -c mx -n '__mx_at mx cache unpin' -l cache-dir -d 'root of the shared cache env MX_CACHE_DIR' -x
-complete -c mx -n '__mx_at mx cache unpin' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65' -x
+complete -c mx -n '__mx_at mx cache unpin' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65s' -x
 complete -c mx -n '__mx_at mx cache unpin' -l timeout -d 'limit for the whole command env MX_TIMEOUT' -x
 complete -c mx -n '__mx_at mx cache unpin' -l log-format -d 'format of stderr env MX_LOG_FORMAT; default text' -x -a 'text json'
 complete -c mx -n '__mx_at mx cache unpin' -l progress -d 'how progress is shown env MX_PROGRESS; default auto' -x -a 'auto bar plain none'

@@ -97,7 +97,7 @@ class Settings:
         "file of CA certificates to trust",
         also=("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE"),
     )
-    insecure: bool = _set("MX_INSECURE", _flag, False, "do not verify TLS certificates")
+    insecure: bool = _set("MX_INSECURE", _flag, False, "verify no TLS certificate, and want no secret of peers")
     hf_token_file: Path | None = _set("MX_HF_TOKEN_FILE", read_path, None, "file with the Hugging Face token")
     offline: bool = _set("MX_OFFLINE", _flag, False, "use the cache only, open no connection", also=("HF_HUB_OFFLINE",))
     if_unreachable: str = _set(
@@ -117,7 +117,9 @@ class Settings:
     )
     retry_for: float = _set("MX_RETRY_FOR", units.parse_duration, 600.0, "how long to retry an origin without progress")
     timeout: float | None = _set("MX_TIMEOUT", units.parse_duration, None, "limit for the whole command")
-    wait: float | None = _set("MX_WAIT", units.parse_duration, None, "limit for waiting on another downloader")
+    wait: float | None = _set(
+        "MX_WAIT", units.parse_duration, None, "limit for waiting: on another downloader, for a peer"
+    )
     ttl: float = _set(
         "MX_TTL", _some(units.parse_duration), 20.0, "a leader that shows no progress for this long is replaced"
     )
@@ -126,12 +128,20 @@ class Settings:
         "MX_VISIBILITY", units.parse_duration, 65.0, "how long a file system may hide a name that another host made"
     )
     peer_token_file: Path | None = _set(
-        "MX_PEER_TOKEN_FILE", read_path, None, "file of secrets that peers share, one a line; the first is offered"
+        "MX_PEER_TOKEN_FILE",
+        read_path,
+        None,
+        "file of secrets that peers share, one a line: the first is offered, all are accepted",
     )
     discovery: str | None = _set(
-        "MX_DISCOVERY", _text, None, "where peers are found: dir:PATH, static:HOST:PORT,... or dns:NAME:PORT"
+        "MX_DISCOVERY",
+        _text,
+        None,
+        "where peers are found: dir:[PATH] (peers/ in the cache), static:HOST:PORT,... or dns:NAME:PORT",
     )
-    interface: str | None = _set("MX_INTERFACE", _text, None, "network interfaces of the data path, comma-separated")
+    interface: str | None = _set(
+        "MX_INTERFACE", _text, None, "network interfaces of the NIXL data path, comma-separated"
+    )
     data_ports: str | None = _set("MX_DATA_PORTS", _text, None, "ports of the NIXL data path: FIRST-LAST")
     peer_stall_timeout: float = _set(
         "MX_PEER_STALL_TIMEOUT",

@@ -55,12 +55,21 @@ def _option(name: str) -> Any:
     text = spec.metadata["help"]
     shown = [f"env {variable}"] if variable else []
     if spec.default not in (None, False):
-        shown.append(f"default {spec.default:g}" if isinstance(spec.default, float) else f"default {spec.default}")
+        shown.append(f"default {_typed(parse.__name__, spec.default)}")
     help_text = f"{text} [{'; '.join(shown)}]" if shown else text
     if parse.__name__ == "_flag":
         return Annotated[Optional[bool], typer.Option(flag, help=help_text)]  # noqa: UP045 - typer reads the object
     metavar = parse.__doc__ if parse.__name__ == "parse" else _METAVARS[parse.__name__]
     return Annotated[Optional[str], typer.Option(flag, help=help_text, metavar=metavar)]  # noqa: UP045
+
+
+def _typed(parse: str, default: Any) -> str:
+    """A default as one would type it."""
+    if parse == "parse_duration":
+        return f"{default:g}s"
+    if parse == "parse_size" and default % (1 << 20) == 0:
+        return f"{default >> 20}MiB"
+    return str(default)
 
 
 def with_variable(annotation: Any) -> Any:

@@ -35,7 +35,9 @@ def prefetch(
     everything: Annotated[bool, typer.Option("--all", help="all files, not one usable set")] = False,
     from_: Annotated[
         PATH,
-        typer.Option("--from", metavar="LIST", help="peer, origin: whom to ask, peers first [default origin]"),
+        typer.Option(
+            "--from", metavar="LIST", help="peer, origin: whom to ask [default origin; peer,origin with --discovery]"
+        ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="say what would be fetched, fetch nothing")] = False,
     verify: Annotated[bool, typer.Option("--verify", help="hash what is there again")] = False,

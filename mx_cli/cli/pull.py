@@ -22,33 +22,48 @@ def pull(
         str, typer.Argument(metavar="MODEL|IDENTITY", help="a URI, an identity of mx hash, or a directory")
     ],
     cmd: Annotated[MANY, typer.Argument(metavar="[-- CMD ...]", help="run CMD then; {} is the directory")] = None,
-    revision: Annotated[TEXT, typer.Option("--revision", help="revision of a URI")] = None,
+    revision: Annotated[TEXT, typer.Option("--revision", metavar="REVISION", help="revision of a URI")] = None,
     to: Annotated[
-        TEXT, typer.Option("--to", metavar="DIR", help="make this directory, not a snapshot in the cache")
+        TEXT,
+        typer.Option(
+            "--to", metavar="DIR", help="make this directory, not a snapshot in the cache; must be absent or empty"
+        ),
     ] = None,
-    peer: Annotated[MANY, typer.Option("--peer", metavar="HOST:PORT", help="only this peer; may be repeated")] = None,
+    peer: Annotated[
+        MANY, typer.Option("--peer", metavar="HOST:PORT", help="this peer, not those of discovery; may be repeated")
+    ] = None,
     route: Annotated[
-        TEXT, typer.Option("--route", metavar="LIST", help="routes to try, in order [default peer,cache,origin]")
+        TEXT,
+        typer.Option("--route", metavar="LIST", help="where to take it from, in order [default peer,cache,origin]"),
     ] = None,
     require: Annotated[
-        TEXT, typer.Option("--require", metavar="LIST", help="rdma, encrypted: what the peer path must be")
+        TEXT,
+        typer.Option(
+            "--require", metavar="LIST", help="what the way from a peer must be: rdma, or encrypted (path socket)"
+        ),
     ] = None,
     path: Annotated[
-        str, typer.Option("--path", metavar="auto|nixl-read|socket", help="how a peer's bytes travel")
+        str,
+        typer.Option(
+            "--path", metavar="auto|nixl-read|socket", help="the way from a peer: NIXL reads its memory, or TLS sockets"
+        ),
     ] = "auto",
     origin: Annotated[
-        TEXT, typer.Option("--origin", metavar="URI", help="where else an identity may come from")
+        TEXT,
+        typer.Option(
+            "--origin", metavar="URI", help="where an IDENTITY comes from when no peer and no snapshot has it"
+        ),
     ] = None,
-    then_serve: Annotated[
-        bool, typer.Option("--then-serve", help="offer it to other peers then, until stopped")
-    ] = False,
+    then_serve: Annotated[bool, typer.Option("--then-serve", help="be a peer too afterwards, until stopped")] = False,
     listen: Annotated[
         str, typer.Option("--listen", metavar="ADDR:PORT", help="where --then-serve listens")
     ] = "127.0.0.1:0",
     advertise: Annotated[
         TEXT, typer.Option("--advertise", metavar="ADDR[:PORT]", help="the address that --then-serve tells others")
     ] = None,
-    max_readers: Annotated[int, typer.Option("--max-readers", min=1, metavar="N", help="readers of --then-serve")] = 4,
+    max_readers: Annotated[
+        int, typer.Option("--max-readers", min=1, metavar="N", help="readers of --then-serve at once")
+    ] = 4,
     drain_timeout: Annotated[
         str, typer.Option("--drain-timeout", metavar="DURATION", help="time for readers to finish after SIGTERM")
     ] = "25s",

@@ -25,25 +25,36 @@ def serve(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="a directory, a weight file, or a URI (prefetched first)")
     ],
-    revision: Annotated[TEXT, typer.Option("--revision", help="revision of a URI")] = None,
+    revision: Annotated[TEXT, typer.Option("--revision", metavar="REVISION", help="revision of a URI")] = None,
     device: Annotated[
-        str, typer.Option("--device", metavar="file|cpu|cuda[:N]", help="where the weights are held for readers")
+        str, typer.Option("--device", metavar="file|cpu|cuda[:N]", help="where readers get the weights from")
     ] = "file",
     listen: Annotated[
-        str, typer.Option("--listen", metavar="ADDR:PORT", help="where to listen; port 0 takes a free one")
+        str,
+        typer.Option(
+            "--listen",
+            metavar="ADDR:PORT",
+            help="where to listen; port 0 takes a free one, 0.0.0.0 is for other hosts too",
+        ),
     ] = "127.0.0.1:0",
     advertise: Annotated[
         TEXT, typer.Option("--advertise", metavar="ADDR[:PORT]", help="the address that others are told")
     ] = None,
-    max_readers: Annotated[int, typer.Option("--max-readers", min=1, metavar="N", help="readers at once")] = 4,
+    max_readers: Annotated[
+        int, typer.Option("--max-readers", min=1, metavar="N", help="readers at once; others wait")
+    ] = 4,
     drain_timeout: Annotated[
         str, typer.Option("--drain-timeout", metavar="DURATION", help="time for readers to finish after SIGTERM")
     ] = "25s",
     ready_file: Annotated[
         TEXT, typer.Option("--ready-file", metavar="FILE", help="write the JSON line here too, when ready")
     ] = None,
-    name: Annotated[TEXT, typer.Option("--name", help="a name in discovery that outlives a restart")] = None,
-    tls_cert: Annotated[TEXT, typer.Option("--tls-cert", metavar="FILE", help="own certificate (PEM)")] = None,
+    name: Annotated[
+        TEXT, typer.Option("--name", metavar="NAME", help="a name in discovery that outlives a restart")
+    ] = None,
+    tls_cert: Annotated[
+        TEXT, typer.Option("--tls-cert", metavar="FILE", help="own certificate (PEM); else one is made at each start")
+    ] = None,
     tls_key: Annotated[TEXT, typer.Option("--tls-key", metavar="FILE", help="its key (PEM)")] = None,
 ) -> None:
     """Offer weights to peers: from disk, host memory or GPU memory. Runs until it is stopped."""

@@ -86,5 +86,8 @@ def _summed(attempts: Sequence[Attempt], errors: Sequence[MxError]) -> MxError:
     chosen = next((error for error in errors if not isinstance(error, (NoPeer, NotFound))), errors[0])
     if len(errors) == 1:
         return chosen
-    reasons = "; ".join(f"{attempt.route}: {attempt.reason}" for attempt in attempts)
+    routes: dict[str, list[str]] = {}
+    for attempt in attempts:
+        routes.setdefault(attempt.reason, []).append(attempt.route)
+    reasons = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in routes.items())
     return type(chosen)(reasons, hint=chosen.hint, via=chosen.via)

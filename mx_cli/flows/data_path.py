@@ -34,9 +34,9 @@ class Wish:
     def check(self) -> None:
         """Raises UsageError for words that mean nothing, or contradict each other."""
         if self.path not in PATHS:
-            raise UsageError(f"--path {self.path}: not one of {', '.join(PATHS)}")
+            raise UsageError(f"not a path (--path {self.path}: expected {', '.join(PATHS)})")
         if unknown := sorted(self.require - set(REQUIREMENTS)):
-            raise UsageError(f"--require {', '.join(unknown)}: not one of {', '.join(REQUIREMENTS)}")
+            raise UsageError(f"not a requirement (--require {','.join(unknown)}: expected {', '.join(REQUIREMENTS)})")
         if "encrypted" in self.require and (self.path == "nixl-read" or "rdma" in self.require):
             raise UsageError("--require encrypted: only path socket is encrypted", hint="leave --path or rdma out")
         if "rdma" in self.require and self.path == "socket":
@@ -62,7 +62,10 @@ def open_path(
         except (TransportFailed, MissingCapability) as error:
             why_not = error.what
     if wish.path == "nixl-read" or "rdma" in wish.require:
-        raise MissingCapability(f"{session.address}: path nixl-read is wanted, and cannot be had ({why_not})")
+        raise MissingCapability(
+            f"{session.address}: path nixl-read is wanted, and cannot be had ({why_not})",
+            hint="without --path and --require, mx takes the best path that there is",
+        )
     if "socket" not in grant.access.get("paths", ()):
         raise TransportFailed(f"{session.address}: it offers no path that can be used here ({why_not})")
 

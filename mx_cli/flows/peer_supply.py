@@ -14,6 +14,7 @@ from mx_cli.base.errors import (
     NotFound,
     TransportFailed,
     Unreachable,
+    UsageError,
 )
 from mx_cli.engine.many import Bell, Many, Member
 from mx_cli.engine.ports import Source
@@ -55,6 +56,11 @@ class FromPeers:
             self._leave_peers("they do not have all that is wanted")
             return self._from_origin(wanted or None, stop)
         if not is_immutable(self.uri, wanted):
+            if self._origin is None:
+                raise UsageError(
+                    f"only the origin knows the newest revision ({self.uri}: peers are found by a revision that never moves)",
+                    hint="--revision REVISION, as mx prefetch or mx serve printed it; or --from peer,origin",
+                )
             listing = self._from_origin(wanted or None, stop)
             self._listed = listing.revision
             self._holding = self._search(listing.revision) if listing.revision else None
@@ -88,9 +94,6 @@ class FromPeers:
                 if self._origin is None:
                     raise
                 self._leave_peers(error.what)
-        for peer in self.peering.group.peers if members and self.peering and self.peering.group else ():
-            if peer.path:
-                self._context.notice(f"from peer {peer.address} by {peer.path} ({peer.reason})")
         if self._origin is not None:
             if not members:
                 return self._origin.open_source()
@@ -133,13 +136,13 @@ class FromPeers:
             self.reason = error.what
             if self._origin is None:
                 raise
-            self._context.notice(f"no peer: {error.what}; asking the origin")
+            self._context.notice(f"{error.what}; asking the origin")
             return None
 
     def _leave_peers(self, why: str) -> None:
         self.reason = why
         self._holding = None
-        self._context.notice(f"no peer: {why}; asking the origin")
+        self._context.notice(f"no peer is read: {why}; asking the origin")
 
     def _vouched(self, listing: Listing) -> Listing:
         """The origin's listing, with the peers' digests of the files that they have."""

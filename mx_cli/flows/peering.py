@@ -11,13 +11,22 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from mx_cli.base.errors import AccessDenied, Incompatible, IntegrityError, MxError, NoPeer, UsageError
+from mx_cli.base.errors import (
+    AccessDenied,
+    Incompatible,
+    IntegrityError,
+    MissingCapability,
+    MxError,
+    NoPeer,
+    UsageError,
+)
 from mx_cli.discovery.registry import open_directory
 from mx_cli.discovery.static import only_address
 from mx_cli.engine.many import Bell, Member
 from mx_cli.flows import trust
 from mx_cli.flows.context import Context
 from mx_cli.flows.data_path import Wish, open_path
+from mx_cli.flows.serving import own_generations
 from mx_cli.model.holding import Holding
 from mx_cli.model.identity import KINDS, kind_of
 from mx_cli.model.record import SERVING, UNKNOWN, Record
@@ -30,6 +39,9 @@ DIAL_TIMEOUT = 1.0
 MOST_SOURCES = 4
 LOOK_EVERY = 1.0
 SHOWN = 5
+MORE_PEERS = (
+    "--wait DURATION waits longer for a slot; mx serve --max-readers N, or mx pull --then-serve, makes more of them"
+)
 
 
 @dataclass
@@ -74,7 +86,7 @@ class Refusals:
     denied: AccessDenied | None = None
 
     def text(self) -> str:
-        rows = [f"{address}: {reason}" for address, reason in list(self.reasons.items())[:SHOWN]]
+        rows = [_said(address, reason) for address, reason in list(self.reasons.items())[:SHOWN]]
         more = len(self.reasons) - SHOWN
         return "; ".join(rows) + (f"; and {more} more" if more > 0 else "")
 
@@ -93,6 +105,7 @@ class Peering:
             settings.discovery, context.cache().root, settings.record_beat, settings.connect_timeout
         )
         self._sessions: dict[str, Session] = {}
+        self._lacking: MissingCapability | None = None
         self.refusals = Refusals()
         self.group: Group | None = None
 
@@ -136,7 +149,7 @@ class Peering:
         named = [only_address(*_named(address)) for address in self._wish.peers]
         if named:
             return named
-        records = [record for record in self._directory.records(self._context.stop) if record.generation != self._own]
+        records = [r for r in self._directory.records(self._context.stop) if r.generation not in own_generations()]
         usable = []
         for record in records:
             why = self._left_out(record)
@@ -190,7 +203,9 @@ class Peering:
         return session
 
     def _compare(self, record: Record, session: Session, facts: Mapping[str, Any]) -> Peer | None:
-        if session.generation == self._own:
+        # Who names this process itself, in a notebook for instance, means it.
+        if session.generation == self._own or (session.generation in own_generations() and not self._wish.peers):
+            self.refusals.reasons[record.address] = "this process itself"
             return None
         identities = [str(one) for one in facts.get("identities", ())]
         matched = next((one for one in _strongest_first(self._wanted) if one in identities), "")
@@ -246,7 +261,8 @@ class Peering:
         """Sources of the group, one for each grant that could be had, MOST_SOURCES at most. Waits in their queues.
 
         A queue moves, so it is waited in for --wait, or for as long as a failing origin is tried. `regions`: own memory
-        that bytes will land in, (address, length, device). Raises NoPeer when no slot comes free, or no path can be had.
+        that bytes will land in, (address, length, device). Raises NoPeer when no slot comes free, or no path can be had,
+        MissingCapability when that is for want of what --require or --path asks for.
         """
         assert self.group is not None, "find comes first"
         settings = self._context.settings
@@ -257,17 +273,26 @@ class Peering:
             granted = [peer for peer in self.group.peers if peer.grant][:MOST_SOURCES]
             members = [member for peer in granted if (member := self._member(peer, bell, regions))]
             if members:
+                self._tell()
                 return members
             if pause == 0:
                 continue
             left = end - time.monotonic()
-            if left <= 0 or not any(peer.grant is None for peer in self.group.peers):
-                raise NoPeer(f"no peer could be read ({self._why_none()})", hint="--wait, or more peers")
+            if left <= 0 or all(peer.reason for peer in self.group.peers):
+                raise self._unreadable()
             self._context.stop.wait(min(pause, left))
 
-    def _why_none(self) -> str:
+    def _tell(self) -> None:
         assert self.group is not None
-        return "; ".join(f"{peer.address}: {peer.reason or 'no slot'}" for peer in self.group.peers[:SHOWN])
+        for peer in self.group.peers:
+            if peer.path:
+                self._context.notice(f"from peer {peer.address} by {peer.path} ({peer.reason})")
+
+    def _unreadable(self) -> MxError:
+        assert self.group is not None
+        why = "; ".join(_said(peer.address, peer.reason or "no slot is free") for peer in self.group.peers[:SHOWN])
+        what = f"no peer could be read ({why})"
+        return MissingCapability(what, hint=self._lacking.hint) if self._lacking else NoPeer(what, hint=MORE_PEERS)
 
     def _ask(self, group: Group, asked: set[str], serving: str) -> float:
         """Ask those without a grant; meet the better peers that they name. Seconds until it is worth asking again."""
@@ -306,8 +331,13 @@ class Peering:
             path, peer.path, peer.reason = open_path(
                 self._context, peer.session, grant, peer.facts, self._wish, regions
             )
+        except UsageError:
+            # The reader's own options are wrong, whoever the peer is.
+            raise
         except MxError as error:
-            peer.reason = error.what
+            peer.grant, peer.reason = None, error.what
+            if isinstance(error, MissingCapability):
+                self._lacking = error
             grant.release()
             return None
         source = PeerSource(peer.address, self.group.holding, path, bell.ring, lambda: grant.failure)
@@ -324,6 +354,11 @@ class Peering:
                     or facts.get("manifest") != self.group.holding.digest
                 ):
                     raise IntegrityError(f"{peer.address}: the weights changed while they were read")
+
+
+def _said(address: str, reason: str) -> str:
+    """The reason with its address, which many errors name themselves."""
+    return reason if reason.startswith(address) else f"{address}: {reason}"
 
 
 def _named(address: str) -> tuple[str, int]:

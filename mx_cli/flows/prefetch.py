@@ -69,7 +69,7 @@ def _peering(request: Request, context: Context) -> Peering | None:
     """A search for peers, where they are to be asked: by `--from`, or since discovery is set."""
     named = request.sources or (("peer", "origin") if context.settings.discovery else ("origin",))
     if unknown := [name for name in named if name not in ("peer", "origin")]:
-        raise UsageError(f"--from: not of peer, origin: {', '.join(unknown)}")
+        raise UsageError(f"not a source (--from {','.join(unknown)}: expected peer, origin or both)")
     if "peer" not in named:
         return None
     # Who asks no peer does not pay for the modules that do.

@@ -76,6 +76,11 @@ def serve(request: ServeRequest, context: Context, on_ready: Callable[[Ready], N
     MxErrors of what it loads, UsageError for what cannot be offered.
     """
     kind, index = _device(request.device)
+    if kind == "cuda":
+        # Before anything is fetched or hashed.
+        from mx_cli.transport.on_gpu import require
+
+        require(index)
     serving = Serving(context, request.offer)
     try:
         path = _local(request, context)
@@ -128,7 +133,7 @@ def _device(text: str) -> tuple[str, int]:
         return kind, HOST
     if kind == "cuda" and (not colon or number.isdecimal()):
         return kind, int(number or 0)
-    raise UsageError(f"not a device: {text!r}", hint="file, cpu, cuda or cuda:N")
+    raise UsageError(f"not a device (--device {text}: expected file, cpu, cuda or cuda:N)")
 
 
 def _local(request: ServeRequest, context: Context) -> Path:
@@ -159,6 +164,7 @@ def network(context: Context, address: str) -> Any:
 def _in_pool(directory: Path, holding: Holding, serving: Serving, context: Context) -> Held:
     """All files in one run of huge pages, one extent each."""
     from mx_cli.transport.nixl import Agent, missing
+    from mx_cli.transport.nixl_env import INSTALL
 
     extents, size = _packed(holding, HOST)
     pool = Pool(size)
@@ -170,7 +176,7 @@ def _in_pool(directory: Path, holding: Holding, serving: Serving, context: Conte
     _load(directory, holding, place, context)
     agent = None
     if reason := missing():
-        context.warn(f"readers get the bytes by path socket only: {reason}")
+        context.warn(f"readers get the bytes by path socket only: {reason} ({INSTALL})")
     else:
         agent = Agent(serving.generation, network(context, serving.address))
         agent.register([(pool.address, pool.size, HOST)])
@@ -186,8 +192,8 @@ def _on_gpu(index: int, directory: Path, holding: Holding, serving: Serving, con
     block = on_gpu.allocate(index, size)
     start = block.data_ptr()
     extents = [extent._replace(address=start + extent.address) for extent in extents]
-    _load(directory, holding, lambda at, view: on_gpu.copy_in(block, at, view), context)
     agent = Agent(serving.generation, network(context, serving.address), gpu=True)
+    _load(directory, holding, lambda at, view: on_gpu.copy_in(block, at, view), context)
     whole = cuda.allocation_of(start)
     agent.register([(whole.address, whole.length, index)])
     return InMemory(f"cuda:{index}", extents, block, agent, on_gpu.copy_out(index))
