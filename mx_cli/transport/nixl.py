@@ -13,7 +13,7 @@ import hashlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -208,13 +208,13 @@ class Agent:
 
     def _open(self) -> None:
         api = nixl_env.load()
-        self._errors = _errors(api)
+        self._errors = nixl_env.errors(api)
         if self._gpu:
             # UCX looks for GPUs when it starts, and finds those with a context.
             cuda.make_context(self._device if self._device != HOST else None)
         try:
             with self._context():
-                self._nixl = _make(api, self.name, self._variables)
+                self._nixl = nixl_env.make_agent(api, self.name, self._variables)
             return
         except self._errors as error:
             reason = self._explain(error)
@@ -297,6 +297,16 @@ class Probe:
     bytes_per_second: float
     path: str
 
+    @property
+    def emulated(self) -> bool:
+        """The source's CPU sends the bytes as messages: over TCP, always."""
+        return "software emulation" in self.path
+
+    @property
+    def rdma(self) -> bool:
+        """A network card reads the source's memory."""
+        return nixl_log.is_rdma(self.path)
+
 
 def probe(
     agent: Agent,
@@ -351,40 +361,6 @@ def _check(blob: bytes, name: str, digest: str) -> None:
     inside = blob[len(_HEAD) + 8 :][:length].decode(errors="replace")
     if inside != name:
         raise TransportFailed(f"the peer's blob is another peer's (name: expected {name}, found {inside})")
-
-
-def _make(api: Any, name: str, variables: Mapping[str, str]) -> Any:
-    """NIXL's agent with its UCX backend."""
-    bindings = api.nixlBind
-
-    class Config(bindings.nixlAgentConfig):  # type: ignore[misc, name-defined]
-        def __setattr__(self, key: str, value: Any) -> None:
-            super().__setattr__(key, nixl_env.PROGRESS_DELAY if key == "pthrDelay" else value)
-
-    class Bindings:
-        nixlAgentConfig = Config
-
-        def __getattr__(self, key: str) -> Any:
-            return getattr(bindings, key)
-
-    with nixl_env.environment(variables):
-        # Calls come one at a time, see `Agent`; NIXL before 1.1 leaves it at that.
-        modes = getattr(api, "nixl_thread_sync_t", None)
-        strict = {"sync_mode": modes.NIXL_THREAD_SYNC_STRICT} if modes else {}
-        config = api.nixl_agent_config(backends=[], **strict)
-        # NIXL's Python class leaves no choice of the progress thread's delay. Others in this process keep theirs.
-        api.nixlBind = Bindings()
-        try:
-            made = api.nixl_agent(name, config)
-        finally:
-            api.nixlBind = bindings
-        made.create_backend("UCX", {})
-    return made
-
-
-def _errors(api: Any) -> tuple[type[Exception], ...]:
-    found = [value for value in vars(api.nixlBind).values() if isinstance(value, type) and issubclass(value, Exception)]
-    return (*found, RuntimeError)
 
 
 def _register(table: Sequence[tuple[int, int, int, str]], kind: str, nixl: Any) -> None:

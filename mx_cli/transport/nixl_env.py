@@ -1,4 +1,4 @@
-"""What must be right before NIXL and UCX are loaded: which build of them, their environment, their logs."""
+"""How NIXL and UCX are loaded and set up: which build of them, their environment, their logs, their threads."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ class Network:
 
     `interface`: comma-separated names of network interfaces or RDMA devices (`eth0`, `mlx5_0:1`); those that exist here
     are used. `data_ports`: FIRST-LAST, where this process listens for the data path. `loopback`: `lo` alone, whatever
-    `interface` says, which must make sense all the same. `tcp_only`: neither shared memory nor RDMA, for a peer with another UCX.
+    `interface` says, which must make sense all the same. `tcp_only`: neither shared memory nor RDMA, for a peer with
+    another UCX.
     """
 
     interface: str | None = None
@@ -204,6 +205,41 @@ def _build() -> str:
     wanted = f"nixl_cu{cuda.partition('.')[0]}"
     found = [build for build in sorted(_BUILDS, key=lambda build: build != wanted) if importlib.util.find_spec(build)]
     return found[0]
+
+
+def make_agent(api: Any, name: str, variables: Mapping[str, str]) -> Any:
+    """NIXL's agent with its UCX backend, of the module that `load` gave. Raises one of `errors`."""
+    bindings = api.nixlBind
+
+    class Config(bindings.nixlAgentConfig):  # type: ignore[misc, name-defined]
+        def __setattr__(self, key: str, value: Any) -> None:
+            super().__setattr__(key, PROGRESS_DELAY if key == "pthrDelay" else value)
+
+    class Bindings:
+        nixlAgentConfig = Config
+
+        def __getattr__(self, key: str) -> Any:
+            return getattr(bindings, key)
+
+    with environment(variables):
+        # Calls come one at a time, see `Agent`; NIXL before 1.1 leaves it at that.
+        modes = getattr(api, "nixl_thread_sync_t", None)
+        strict = {"sync_mode": modes.NIXL_THREAD_SYNC_STRICT} if modes else {}
+        config = api.nixl_agent_config(backends=[], **strict)
+        # NIXL's Python class leaves no choice of the progress thread's delay. Others in this process keep theirs.
+        api.nixlBind = Bindings()
+        try:
+            made = api.nixl_agent(name, config)
+        finally:
+            api.nixlBind = bindings
+        made.create_backend("UCX", {})
+    return made
+
+
+def errors(api: Any) -> tuple[type[Exception], ...]:
+    """What NIXL raises: its errors have nothing in common."""
+    found = [value for value in vars(api.nixlBind).values() if isinstance(value, type) and issubclass(value, Exception)]
+    return (*found, RuntimeError)
 
 
 def version() -> str:

@@ -10,6 +10,8 @@ _PREFIX = re.compile(r"^\[[^]]*\] \[[^]]*\]\s+", re.MULTILINE)
 _REASON = re.compile(r"UCX +(?:ERROR|FATAL) +(.*)")
 _READ = "remote memory read"
 _NUMBER = re.compile(r"\d+[KMG]?", re.ASCII)
+_TRANSPORT = re.compile(r"(\w+)/")
+_RDMA = frozenset({"rc", "dc", "ud", "srd", "gga"})
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _TAIL = 1 << 20
 
@@ -63,6 +65,12 @@ def path_of_reads(text: str, size: int) -> str:
             description, transport = cells[1], cells[2]
             found = transport if description == "zero-copy" else f"{transport} ({description})"
     return found
+
+
+def is_rdma(path: str) -> bool:
+    """Whether all transports of a path (of `path_of_reads`) are those of RDMA devices."""
+    transports = _TRANSPORT.findall(path)
+    return bool(transports) and all(transport.split("_")[0] in _RDMA for transport in transports)
 
 
 def _covers(cell: str, size: int) -> bool:

@@ -247,6 +247,7 @@ def test_versions() -> None:
     ("network", "said"),
     [
         (Network(interface="nope0"), "--interface nope0: no such network interface"),
+        (Network(interface="nope0", loopback=True), "--interface nope0: no such network interface"),
         (Network(interface=""), "--interface : no such network interface"),
         (Network(data_ports="20000"), "--data-ports 20000: expected FIRST-LAST"),
         (Network(data_ports="20010-20000"), "--data-ports 20010-20000"),
@@ -315,7 +316,7 @@ def address(word: str) -> str:
 
 
 def test_the_source_listens_where_it_should_and_connects_to_nobody(target: Callable[..., Target]) -> None:
-    network = {"loopback": True, "data_ports": "28000-28999", "interface": "nope0"}
+    network = {"loopback": True, "data_ports": "28000-28999"}
     with source(fresh("source"), network=network) as peer:
         one = target()
         one.connect(peer)
@@ -346,7 +347,7 @@ PROBE = """
     try:
         rows = [nixl.rows([place], [size]) for place in (memory.ctypes.data, address)]
         found = nixl.probe(agent, name, rows[0], rows[1], deadline=deadline)
-        print(found.path, found.bytes_per_second > 0, memory.min(), memory.max())
+        print(found.path, found.emulated, found.rdma, found.bytes_per_second > 0, memory.min(), memory.max())
     except TransportFailed as error:
         print(error.what)
 """
@@ -361,8 +362,8 @@ def probed(peer: Source, network: dict[str, Any], *, deadline: float = DEADLINE,
 
 def test_a_probe_names_the_path() -> None:
     with source(fresh("source"), network={"loopback": True}) as peer:
-        assert probed(peer, {}) == "cma/memory True 7 7"
-        assert probed(peer, {"tcp_only": True}) == "tcp/lo (software emulation) True 7 7"
+        assert probed(peer, {}) == "cma/memory False False True 7 7"
+        assert probed(peer, {"tcp_only": True}) == "tcp/lo (software emulation) True False True 7 7"
 
 
 def test_who_asks_for_ucxs_log_sees_it() -> None:
@@ -538,7 +539,7 @@ def test_another_host_is_read_over_its_network(two_hosts: tuple[str, str]) -> No
     a, b = (("ip", "netns", "exec", name) for name in two_hosts)
     wish = {"tcp_only": True, "interface": "eth7"}
     with source(fresh("source"), network=wish, prefix=a) as peer:
-        assert probed(peer, wish, prefix=b) == "tcp/eth7 (software emulation) True 7 7"
+        assert probed(peer, wish, prefix=b) == "tcp/eth7 (software emulation) True False True 7 7"
 
 
 def test_a_network_that_swallows_packets_costs_the_deadline(two_hosts: tuple[str, str]) -> None:

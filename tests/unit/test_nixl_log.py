@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from mx_cli.transport.nixl_log import Log, path_of_reads, reason
+from mx_cli.transport.nixl_log import Log, is_rdma, path_of_reads, reason
 
 NEW = """\
 +--------+-------------+-----------------------------------+
@@ -69,3 +69,19 @@ def test_the_log_is_read_from_where_the_caller_was_without_its_prefixes() -> Non
     assert reason(log.since(0)) == "no path to peer"
     assert reason(log.since(size)) == ""
     assert not os.get_inheritable(int(path.rpartition("/")[2]))
+
+
+@pytest.mark.parametrize(
+    ("path", "rdma"),
+    [
+        ("rc_mlx5/mlx5_0:1", True),
+        ("50% on rc_mlx5/mlx5_0:1 and 50% on dc_mlx5/mlx5_1:1", True),
+        ("50% on rc_mlx5/mlx5_0:1 and 50% on tcp/eth0", False),
+        ("tcp/eth0 (software emulation)", False),
+        ("cma/memory", False),
+        ("cuda_ipc/cuda", False),
+        ("", False),
+    ],
+)
+def test_rdma_is_told_from_the_rest(path: str, rdma: bool) -> None:
+    assert is_rdma(path) is rdma
