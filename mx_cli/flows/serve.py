@@ -166,6 +166,12 @@ def _in_pool(directory: Path, holding: Holding, serving: Serving, context: Conte
     from mx_cli.transport.nixl import Agent, missing
     from mx_cli.transport.nixl_env import INSTALL
 
+    agent = None
+    if reason := missing():
+        context.warn(f"readers get the bytes by path socket only: {reason} ({INSTALL})")
+    else:
+        # Before the weights are read: it says what is wrong with the network's options.
+        agent = Agent(serving.generation, network(context, serving.address))
     extents, size = _packed(holding, HOST)
     pool = Pool(size)
     extents = [extent._replace(address=pool.address + extent.address) for extent in extents]
@@ -174,11 +180,7 @@ def _in_pool(directory: Path, holding: Holding, serving: Serving, context: Conte
         pool.view[at : at + len(view)] = view
 
     _load(directory, holding, place, context)
-    agent = None
-    if reason := missing():
-        context.warn(f"readers get the bytes by path socket only: {reason} ({INSTALL})")
-    else:
-        agent = Agent(serving.generation, network(context, serving.address))
+    if agent:
         agent.register([(pool.address, pool.size, HOST)])
     return InMemory("cpu", extents, pool, agent)
 
