@@ -29,7 +29,7 @@ from mx_cli.cache.layout import make_dirs, names, read_json, seen, write_private
 
 NO_LINK = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EACCES, errno.EXDEV})
 LOCK_TRIES = 10
-_RECORD = re.compile(r"(?:lead|left|failed|beat|note)\.\d+(?:\.\d+)*")
+_RECORD = re.compile(r"lock|\.[0-9a-f]{16}\.tmp|(?:lead|left|failed|beat|note)\.\d+(?:\.\d+)*")
 
 
 @dataclass(frozen=True)
@@ -288,13 +288,16 @@ class Lease:
         return data if isinstance(data, dict) else {}
 
     def remove(self, term: int) -> None:
-        """Take the whole lease away, unless a later term than `term` was claimed. Best effort; then terms begin anew."""
+        """Take the whole lease away, unless a later term than `term` was claimed. Best effort; then terms begin anew.
+
+        A claim in the making fails with FilesystemRefused; the next one may succeed.
+        """
         with contextlib.suppress(OSError, MxError):
             listing = names(self.path)
             if view(listing).term <= term:
                 # The lead record goes last: as long as it is there, the next claim is for a higher term.
                 for name in sorted(listing, key=lambda name: name.startswith("lead.")):
-                    if name == "lock" or _RECORD.fullmatch(name):
+                    if _RECORD.fullmatch(name):
                         os.unlink(self.path / name)
                 os.rmdir(self.path)
 

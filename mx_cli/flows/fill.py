@@ -33,6 +33,7 @@ from mx_cli.model.manifest import FileRecord
 
 LEASE = ".mx-lease"
 LAST = (".json",)
+CLAIM_TRIES = 3
 # Seconds without a write. Who copies writes all the time, but for the sync of a large file at its end.
 ABANDONED_AFTER = 3600.0
 _TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.tmp")
@@ -52,6 +53,7 @@ class Filling:
         self._touched = {directory}
         self._known: dict[str, tuple[tuple[int, ...], bool]] = {}
         self._began = time.monotonic()
+        self._refusals = 0
         self.meter = Meter()
 
     def run(self) -> None:
@@ -92,8 +94,7 @@ class Filling:
         while True:
             self._context.stop.check()
             view, vacant = watch.look(), watch.vacant()
-            left = [record for record in self._records if not self._is_there(record)]
-            if not left:
+            if not self._left():
                 if vacant:
                     lease.remove(view.term)
                 return
@@ -103,32 +104,39 @@ class Filling:
                     raise failure
             if vacant:
                 with contextlib.suppress(Deposed):
-                    if self._lead(lease, view.term + 1, left):
+                    if self._lead(lease, view.term + 1):
                         return
             else:
                 following = view.term
                 self._tell(watch, lease)
             self._context.stop.wait(watch.pause())
 
-    def _lead(self, lease: Lease, term: int, left: Sequence[FileRecord]) -> bool:
+    def _left(self) -> list[FileRecord]:
+        return [record for record in self._records if not self._is_there(record)]
+
+    def _lead(self, lease: Lease, term: int) -> bool:
         """Copy as the leader of `term`; False when somebody else is. Raises Deposed when another leads meanwhile."""
         try:
             if not lease.claim(term):
                 return False
         except FilesystemRefused:
-            # Whoever led before has just taken the lease away.
-            if LEASE not in names(self._directory):
+            # Whoever led before may just have taken the lease away.
+            self._refusals += 1
+            if self._refusals < CLAIM_TRIES:
                 return False
             raise
-        self._context.notice(f"copying to {self._directory}")
-        self.meter.phase, self.meter.files_total = "copy", len(left)
-        self.meter.total = sum(record.size for record in left)
         with leading(self._context, lease, term, self.meter) as fence, watching(self._context, self):
-            self._copy(left, fence)
+            self._copy(fence)
         lease.remove(term)
         return True
 
-    def _copy(self, left: Sequence[FileRecord], fence: Fence) -> None:
+    def _copy(self, fence: Fence) -> None:
+        # Afresh: another may have copied everything since the last look.
+        left = self._left()
+        if left:
+            self._context.notice(f"copying to {self._directory}")
+        self.meter.phase, self.meter.files_total = "copy", len(left)
+        self.meter.total = sum(record.size for record in left)
         for place in {(self._directory / record.path).parent for record in self._records}:
             _sweep_copies(place)
 

@@ -132,6 +132,20 @@ def test_to_goes_on_when_its_copier_is_killed(mx: Mx, hub: servers.Hub, copier: 
 
 
 @capability("mount")
+@pytest.mark.parametrize("point", range(6, 36, 4))
+def test_to_is_whole_after_a_kill(
+    point: int, mx: Mx, hub: servers.Hub, tmpfs: Callable[..., Path], fault_env: Callable[..., dict[str, str]]
+) -> None:
+    hub.commit(SMALL)
+    mx("prefetch", hub.uri, env=hub.env).ok()
+    to = tmpfs("8m") / "model"
+    killed = mx("prefetch", hub.uri, "--to", to, env=hub.env | fault_env(to, KILL_AT=point))
+    assert killed.code == -signal.SIGKILL
+    mx("prefetch", hub.uri, "--to", to, env=hub.env).ok()
+    assert tree(to) == cachecheck.sums(SMALL), "and nothing is left of the lease"
+
+
+@capability("mount")
 def test_to_is_right_when_its_copier_wakes_too_late(mx: Mx, hub: servers.Hub, copier: Callable[..., Any]) -> None:
     to, frozen = copier("rename", 2, MX_TTL="0.6s")
     mx("prefetch", hub.uri, "--to", to, env=hub.env | {"MX_TTL": "0.6s"}).ok()
