@@ -31,11 +31,16 @@ class Bell:
             return
 
 
+MOST_WRONG = 3
+"""Pieces with wrong bytes after which a source is left, where there is another one: each was read for nothing."""
+
+
 @dataclass(eq=False, slots=True)
 class Member:
     """One of the sources. A `reserve` (the origin) is asked only for what no other member can give.
 
-    `silence`: seconds without a finished read after which the member has failed. `failure` says why it did.
+    `silence`: seconds without a finished read after which the member has failed. `failure` says why it did; `wrong`
+    counts its pieces with wrong bytes.
     """
 
     name: str
@@ -44,6 +49,7 @@ class Member:
     silence: float = float("inf")
     failure: MxError | None = None
     bytes: int = 0
+    wrong: int = 0
     flights: dict[ReadItem, _Job] = field(default_factory=dict)
     moved_at: float = field(default_factory=time.monotonic)
 
@@ -68,16 +74,16 @@ class Many:
 
     Members that are no reserve report blocks with the end of an item only: a failed one leaves nothing half counted.
     A member that fails is closed (after which nothing of its lands any more), and what it had open goes back into the
-    queue. A wrong digest, or a file that it
-    does not have, is no failure of the member: the piece is read once more, elsewhere where there is an elsewhere.
-    Errors of a reserve are the engine's to retry. `on_failed(member, error)` tells of a member's end.
+    queue. A wrong digest, or a file that it does not have, is no failure of the member: the piece is read once more,
+    elsewhere where there is an elsewhere; but MOST_WRONG wrong digests are one, then. Errors of a reserve are the engine's
+    to retry. `on_trouble(member, error)` tells of wrong bytes, and of a member's end (see `trouble`).
     """
 
-    def __init__(self, members: Sequence[Member], bell: Bell, on_failed: Callable[[Member, MxError], None]) -> None:
+    def __init__(self, members: Sequence[Member], bell: Bell, on_trouble: Callable[[Member, MxError], None]) -> None:
         if not members:
             raise ValueError("no source")
         self.members = tuple(members)
-        self._bell, self._on_failed = bell, on_failed
+        self._bell, self._on_trouble = bell, on_trouble
         self._queue: deque[_Job] = deque()
         self._jobs: dict[ReadItem, _Job] = {}
         self._news: list[Done] = []
@@ -206,6 +212,12 @@ class Many:
             return
         job.retried = True
         self._queue.appendleft(job)
+        if isinstance(error, IntegrityError):
+            member.wrong += 1
+            if others and member.wrong >= MOST_WRONG:
+                self._fail(member, error)
+            else:
+                self._on_trouble(member, error)
 
     # -- failing a source ----------------------------------------------------------------------------------------
 
@@ -222,7 +234,12 @@ class Many:
             else:
                 self._queue.appendleft(job)
         member.flights.clear()
-        self._on_failed(member, error)
+        self._on_trouble(member, error)
+
+
+def trouble(member: Member, error: MxError) -> str:
+    """What `on_trouble` is told, in words."""
+    return f"source {member.name} is left: {error.what}" if member.failure else f"{error.what}; it is read once more"
 
 
 def _given_up(job: _Job) -> TransportFailed:

@@ -16,7 +16,7 @@ from mx_cli.base.errors import (
     Unreachable,
     UsageError,
 )
-from mx_cli.engine.many import Bell, Many, Member
+from mx_cli.engine.many import Bell, Many, Member, trouble
 from mx_cli.engine.ports import Source
 from mx_cli.engine.verify import WholeDigest
 from mx_cli.flows.context import Context, is_immutable
@@ -99,7 +99,7 @@ class FromPeers:
                 return self._origin.open_source()
             reader = self._origin.by_path(self._listed, self._context.stop)
             members.append(Member("origin", self._origin.lift(reader, bell.ring), reserve=True))
-        self._many = Many(members, bell, self._failed)
+        self._many = Many(members, bell, self._tell)
         return self._many
 
     def close(self) -> None:
@@ -117,8 +117,8 @@ class FromPeers:
         members = self._many.members if self._many else ()
         return sum(member.bytes for member in members if member.name == address)
 
-    def _failed(self, member: Member, error: MxError) -> None:
-        self._context.warn(f"peer {member.name} is left: {error.what}")
+    def _tell(self, member: Member, error: MxError) -> None:
+        self._context.warn(trouble(member, error))
 
     def _from_origin(self, revision: str | None, stop: Stop) -> Listing:
         if self._origin is None:

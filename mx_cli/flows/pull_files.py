@@ -16,7 +16,7 @@ from mx_cli.base.errors import MxError, UsageError
 from mx_cli.base.oserrors import explain
 from mx_cli.cache.layout import make_dirs, sync_directory
 from mx_cli.cache.reserve import check_space
-from mx_cli.engine.many import Bell, Many, Member
+from mx_cli.engine.many import Bell, Many, Member, trouble
 from mx_cli.engine.meter import Meter
 from mx_cli.engine.ports import Block
 from mx_cli.engine.run import Limits, Transfer, cores
@@ -122,7 +122,7 @@ class _Filled:
             self.meter,
             max(2, cores()),
         )
-        source = Many(members, bell, self._left)
+        source = Many(members, bell, self._tell)
         limits = Limits(settings.retry_for, float("inf"), source.caps.max_in_flight, source.caps.max_in_flight)
         transfer = Transfer(
             source, sink, limits, context.gates[source.caps.host], self.meter, context.stop, context.on_retry
@@ -135,8 +135,8 @@ class _Filled:
             source.close()
             sink.close(transfer.in_flight)
 
-    def _left(self, member: Member, error: MxError) -> None:
-        self._context.warn(f"peer {member.name} is left: {error.what}")
+    def _tell(self, member: Member, error: MxError) -> None:
+        self._context.warn(trouble(member, error))
 
     def _open(self, entry: Entry) -> Opened:
         path = self._directory / entry.path

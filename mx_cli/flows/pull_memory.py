@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mx_cli.base.errors import Incompatible, MxError
-from mx_cli.engine.many import Bell, Many, Member
+from mx_cli.engine.many import Bell, Many, Member, trouble
 from mx_cli.engine.meter import Meter
 from mx_cli.engine.ports import ReadItem
 from mx_cli.engine.run import Limits, Transfer, cores
@@ -104,10 +104,10 @@ def move(
     items = pieces_to_read(holding, targets, entries or {})
     meter = Meter(sum(item.length or 0 for item in items))
 
-    def left(member: Member, error: MxError) -> None:
-        context.warn(f"source {member.name} is left: {error.what}")
+    def tell(member: Member, error: MxError) -> None:
+        context.warn(trouble(member, error))
 
-    source = Many(members, bell, left)
+    source = Many(members, bell, tell)
     settings = context.settings
     width = source.caps.max_in_flight
     # Peers and disks are watched by `Many`; an origin is the engine's to watch and to widen.
