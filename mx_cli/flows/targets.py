@@ -130,6 +130,8 @@ def _if_entangled(group: Sequence[Described]) -> set[str]:
 
 
 def _lies_alike(piece: Piece, members: Sequence[Described]) -> bool:
+    if len(members) == 1:
+        return not members[0].packed
     origins = {(one.device, one.address - piece.offsets[one.name]) for one in members}
     return len(origins) == 1 and not any(one.packed for one in members)
 

@@ -49,13 +49,13 @@ def pieces(tensors: Iterable[Wanted], blocks: Callable[[str], Sequence[Span]]) -
     found: list[Piece] = []
     group: list[Wanted] = []
     start = end = 0
-    spans: dict[str, Sequence[Span]] = {}
+    spans: dict[str, _Blocks] = {}
     for one in sorted(tensors, key=lambda one: (one.file, one.start, -one.size)):
         if not one.size:
             continue
         if one.file not in spans:
-            spans[one.file] = blocks(one.file)
-        low, high = _whole(one.start, one.start + one.size, spans[one.file])
+            spans[one.file] = _Blocks(blocks(one.file))
+        low, high = spans[one.file].whole(one.start, one.start + one.size)
         if group and one.file == group[0].file and low < end:
             group.append(one)
             start, end = min(start, low), max(end, high)
@@ -68,16 +68,26 @@ def pieces(tensors: Iterable[Wanted], blocks: Callable[[str], Sequence[Span]]) -
     return found
 
 
-def _whole(start: int, end: int, blocks: Sequence[Span]) -> Span:
-    """The bytes and the rest of the blocks that they are of."""
-    first = bisect.bisect_right(blocks, start, key=lambda block: block[1])
-    last = bisect.bisect_left(blocks, end, key=lambda block: block[0]) - 1
-    if first > last:
-        return start, end
-    return min(start, blocks[first][0]), max(end, blocks[last][1])
+class _Blocks:
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self._starts = [start for start, _ in spans]
+        self._ends = [end for _, end in spans]
+
+    def whole(self, start: int, end: int) -> Span:
+        """The bytes and the rest of the blocks that they are of."""
+        first = bisect.bisect_right(self._ends, start)
+        last = bisect.bisect_left(self._starts, end) - 1
+        if first > last:
+            return start, end
+        return min(start, self._starts[first]), max(end, self._ends[last])
 
 
 def _piece(group: Sequence[Wanted], start: int, end: int) -> Piece:
+    if len(group) == 1:
+        one = group[0]
+        inside = one.start - start
+        covered = (start, end) == (one.start, one.start + one.size)
+        return Piece(one.file, start, end, {one.name: inside}, one.alignment, -inside % one.alignment, covered)
     offsets = {one.name: one.start - start for one in group}
     steps = {one.name: one.alignment for one in group}
     largest = max(steps.values())
