@@ -108,6 +108,13 @@ class Peering:
         self._lacking: MissingCapability | None = None
         self.refusals = Refusals()
         self.group: Group | None = None
+        # A peer that is silent must not hold up a command that was told to stop.
+        self._hooks = contextlib.ExitStack()
+        self._hooks.enter_context(context.stop.calling(self._interrupt))
+
+    def _interrupt(self) -> None:
+        for session in list(self._sessions.values()):
+            session.interrupt()
 
     def find(self, wait: float, wanted: Sequence[str] = ()) -> Group:
         """The largest group of peers that match, the least loaded and nearest first. Looks again for `wait` seconds.
@@ -130,6 +137,7 @@ class Peering:
 
     def close(self, serving: str = "", verified: int = 0) -> None:
         """Give grants back and hang up. `serving`: where this process offers the `verified` bytes itself now. Idempotent."""
+        self._hooks.close()
         for peer in self.group.peers if self.group else ():
             if peer.grant:
                 peer.grant.release(serving, verified)
