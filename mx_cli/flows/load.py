@@ -57,6 +57,6 @@ def load(
 def member(found: Catalog, origin: OpenOrigin, bell: Bell, context: Context) -> Member:
     """The source of a catalog's bytes: this machine's disk, or the origin."""
     if found.directory is not None:
-        return disk_member(found.directory, found.holding, bell)
+        return disk_member(found.directory, found.holding, bell, context, found.entries or None)
     rate = context.settings.max_bandwidth
     return Member("origin", Lifted(origin, Throttle(rate) if rate else None, bell.ring), reserve=True)

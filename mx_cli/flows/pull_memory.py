@@ -17,8 +17,7 @@ from mx_cli.model.holding import Extent, Holding
 from mx_cli.model.manifest import Entry
 from mx_cli.plan.blocks import aligned
 from mx_cli.sinks.host import MemorySink
-from mx_cli.transport.held import OnDisk
-from mx_cli.transport.paths import Disk
+from mx_cli.transport.disk import Disk
 from mx_cli.transport.peer import ITEM, PeerSource
 
 SHOWN = 5
@@ -139,10 +138,13 @@ def pieces_to_read(holding: Holding, targets: Sequence[Extent], entries: Mapping
     return found
 
 
-def disk_member(directory: Path, holding: Holding, bell: Bell) -> Member:
-    """A snapshot on disk as a source."""
-    path = Disk(OnDisk(directory, holding))
-    return Member("cache", PeerSource("cache", holding, path, bell.ring, lambda: None))
+def disk_member(
+    directory: Path, holding: Holding, bell: Bell, context: Context, entries: Mapping[str, Entry] | None = None
+) -> Member:
+    """A directory on disk as a source: a snapshot, or files as they were listed."""
+    path = Disk(directory, holding, entries, context.notice)
+    name = "cache" if entries is None else "disk"
+    return Member(name, PeerSource(name, holding, path, bell.ring, lambda: None))
 
 
 def _say(shape: Shape) -> str:

@@ -87,7 +87,7 @@ class IntoMemory:
         holding = local_holding(directory, self._context)
         layout = self._make(holding)
         bell = Bell()
-        members: list[Member] = [disk_member(directory, holding, bell)]
+        members: list[Member] = [disk_member(directory, holding, bell, self._context)]
         moved = move(holding, layout.targets, members, bell, self._context, self._put)
         layout.finish()
         return Taken(self._received(name, holding, layout, moved), taken.reason)

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from mx_cli.base.cancel import Stop
 from mx_cli.base.errors import FilesystemRefused, MxError, NotFound, OriginChanged, Unreachable, UsageError
+from mx_cli.base.filesystem import version
 from mx_cli.engine.ports import ReadItem, SourceCaps
 from mx_cli.model.manifest import Entry, Listing, revision_of
 from mx_cli.sources.origin import Context, Named, at_revision, no_versions, read_small
@@ -146,7 +147,7 @@ class FileStream:
         """Raise OriginChanged unless the open file is the one that was listed."""
         entry = self._item.entry
         status = os.fstat(self._fd)
-        seen = (status.st_size, _validator(status))
+        seen = (status.st_size, version(status))
         if seen != (entry.size, entry.validator):
             raise OriginChanged(
                 f"{entry.path}: the file changed (expected {entry.size} bytes, {entry.validator}; "
@@ -179,11 +180,7 @@ def _entry(name: str, path: str, status: os.stat_result) -> Entry:
     # The hub's cache names its blobs by their SHA-256: a digest for nothing.
     blob = _HUB_BLOB.search(os.path.realpath(path)) if os.path.islink(path) else None
     digests = {"sha256": blob[1]} if blob else {}
-    return Entry(name, status.st_size, _validator(status), digests=digests, key=path)
-
-
-def _validator(status: os.stat_result) -> str:
-    return f"{status.st_mtime_ns}-{status.st_ino}"
+    return Entry(name, status.st_size, version(status), digests=digests, key=path)
 
 
 def _explain(error: OSError, path: str, shown: str) -> MxError:

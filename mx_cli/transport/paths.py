@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import mmap
 import queue
 import threading
 import time
@@ -14,7 +15,6 @@ from mx_cli.engine.buffers import Pool, at_address, scatter
 from mx_cli.engine.ports import Memory, ReadItem, Stream
 from mx_cli.engine.threads import Flight
 from mx_cli.model.holding import HOST, Extent, Extents
-from mx_cli.transport.held import OnDisk
 from mx_cli.transport.peer import ITEM
 
 if TYPE_CHECKING:
@@ -32,11 +32,11 @@ class Opens(Protocol):
     def __call__(self, file: str, offset: int, length: int) -> Stream: ...
 
 
-class _Buffers:
-    """ITEM bytes of host memory for each read at once, in one pool that is made when the first is asked for."""
+class ReadBuffers:
+    """`size` bytes of host memory for each read at once, in one pool that is made when the first is asked for."""
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self, count: int, size: int = ITEM) -> None:
+        self._count, self._size = count, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         self._lock = threading.Lock()
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.pool: Pool | None = None
@@ -48,9 +48,9 @@ class _Buffers:
         return self._free.get()
 
     def make(self) -> Pool:
-        self.pool = Pool(self._count * ITEM)
+        self.pool = Pool(self._count * self._size)
         for index in range(self._count):
-            self._free.put(self.pool.address + index * ITEM)
+            self._free.put(self.pool.address + index * self._size)
         return self.pool
 
     def give_back(self, address: int) -> None:
@@ -65,7 +65,7 @@ class Socket:
     def __init__(self, opens: Opens, window: int) -> None:
         self.window = window
         self._opens = opens
-        self._buffers = _Buffers(window)
+        self._buffers = ReadBuffers(window)
 
     def bring(self, item: ReadItem, dest: Memory, flight: Flight) -> None:
         """Into place directly where the item is one run of host memory, else through a buffer."""
@@ -105,33 +105,6 @@ class Socket:
         """Aborted streams are closed already: a thread that reads one gets nothing more."""
 
 
-class Disk:
-    """Files of this machine, read where a peer's bytes would come from: the same pieces, verified in the same way."""
-
-    name = "disk"
-    window = 2
-
-    def __init__(self, held: OnDisk) -> None:
-        self._held = held
-        self._buffers = _Buffers(self.window)
-
-    def bring(self, item: ReadItem, dest: Memory, flight: Flight) -> None:
-        for offset, length, address in dest.parts:
-            at = 0
-            for view in self._held.read(item.entry.path, item.offset + offset, length):
-                scatter(Memory(((0, length, address),), dest.device, dest.put), at, view)
-                at += len(view)
-
-    def buffer(self) -> int:
-        return self._buffers.take()
-
-    def give_back(self, address: int) -> None:
-        self._buffers.give_back(address)
-
-    def close(self) -> None:
-        self._held.close()
-
-
 class NixlRead:
     """Path `nixl-read`: READs out of the peer's memory, by an agent of this path's own.
 
@@ -153,7 +126,7 @@ class NixlRead:
         self._inside = 0
         self._left = threading.Condition()
         self._closed = False
-        self._buffers = _Buffers(window)
+        self._buffers = ReadBuffers(window)
         pool = self._buffers.make()
         agent.register([(pool.address, pool.size, HOST), *regions])
         agent.connect(base64.b64decode(capability["blob"]), self._peer, str(capability["digest"]))

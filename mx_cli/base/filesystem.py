@@ -1,0 +1,79 @@
+"""What a file lies on, and how much of it is in memory: asked of the kernel, not guessed from a path."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import platform
+
+_NAMES = {
+    0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs", 0xEF53: "ext4", 0x58465342: "xfs",
+    0x9123683E: "btrfs", 0x2FC12FC1: "zfs", 0x794C7630: "overlay", 0x6969: "nfs", 0xFF534D42: "cifs",
+    0xFE534D42: "smb2", 0x517B: "smb", 0x0BD00BD0: "lustre", 0x65735546: "fuse", 0x00C36400: "ceph",
+    0x01021997: "9p", 0x47504653: "gpfs", 0x5346414F: "afs", 0x19830326: "beegfs", 0x73717368: "squashfs",
+    0xE0F5E1E2: "erofs",
+}  # fmt: skip
+NETWORK = frozenset({"nfs", "cifs", "smb2", "smb", "lustre", "fuse", "ceph", "9p", "gpfs", "afs", "beegfs"})
+"""Where a read may cross a network, or another process: few large reads, and the page cache stays in between."""
+IN_MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
+
+_CACHESTAT = 451
+_HAS_CACHESTAT = platform.machine() in ("x86_64", "aarch64", "riscv64", "s390x", "ppc64le", "loongarch64")
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("offset", ctypes.c_uint64), ("length", ctypes.c_uint64))
+
+
+class _Stat(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("cached", "dirty", "writeback", "evicted", "recent"))
+
+
+def kind(fd: int) -> str:
+    """The file system's name, or its number in hexadecimal where it has none here."""
+    # struct statfs is 120 bytes on 64-bit Linux, and begins with the type.
+    buffer = ctypes.create_string_buffer(256)
+    if _libc.fstatfs(fd, buffer):
+        return "unknown"
+    number = ctypes.c_long.from_buffer(buffer).value & 0xFFFFFFFF
+    return _NAMES.get(number, hex(number))
+
+
+def version(status: os.stat_result) -> str:
+    """Tells one state of a file from another, as far as its metadata can."""
+    return f"{status.st_mtime_ns}-{status.st_ino}"
+
+
+def cached(fd: int, offset: int, length: int) -> int:
+    """Bytes of a piece of a file that are in the page cache. Reads nothing.
+
+    Where the kernel does not tell (it hides other users' files), all of them are.
+    """
+    if length <= 0:
+        return 0
+    if _HAS_CACHESTAT:
+        found = _Stat()
+        if _libc.syscall(_CACHESTAT, fd, ctypes.byref(_Range(offset, length)), ctypes.byref(found), 0) == 0:
+            return min(length, int(found.cached) * mmap.PAGESIZE)
+    return _mincore(fd, offset, length)
+
+
+def _mincore(fd: int, offset: int, length: int) -> int:
+    begin = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    size = offset + length - begin
+    try:
+        window = mmap.mmap(fd, size, access=mmap.ACCESS_COPY, offset=begin)
+    except (OSError, ValueError):
+        return length
+    pages = -(-size // mmap.PAGESIZE)
+    flags = (ctypes.c_ubyte * pages)()
+    first = ctypes.c_char.from_buffer(window)
+    try:
+        if _libc.mincore(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(size), flags):
+            return length
+    finally:
+        del first
+        window.close()
+    return min(length, sum(flag & 1 for flag in bytes(flags)) * mmap.PAGESIZE)
