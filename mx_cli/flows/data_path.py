@@ -10,9 +10,10 @@ from mx_cli.base.errors import MissingCapability, TransportFailed, UsageError
 from mx_cli.flows.context import Context
 from mx_cli.flows.serving import new_generation
 from mx_cli.flows.trust import is_loopback
+from mx_cli.model.holding import HOST
 from mx_cli.transport.host import host_facts, share_memory
 from mx_cli.transport.nixl_env import RDMA_DEVICES
-from mx_cli.transport.paths import NixlRead, Socket
+from mx_cli.transport.paths import NixlRead, Socket, extents_of
 from mx_cli.transport.peer import Path
 from mx_cli.transport.session import Grant, Session
 
@@ -58,7 +59,7 @@ def open_path(
     why_not = _why_not_nixl(session, grant, facts, wish)
     if not why_not:
         try:
-            return _nixl(context, session, grant, facts, regions)
+            return _nixl(context, session, grant, wish, regions)
         except (TransportFailed, MissingCapability) as error:
             why_not = error.what
     if wish.path == "nixl-read" or "rdma" in wish.require:
@@ -82,7 +83,9 @@ def _why_not_nixl(session: Session, grant: Grant, facts: Mapping[str, Any], wish
     if wish.path == "socket":
         return "--path socket"
     if "nixl-read" not in grant.access.get("paths", ()):
-        return f"the peer offers only {', '.join(grant.access.get('paths', ())) or 'nothing'} ({facts.get('device')})"
+        if facts.get("device") == "file":
+            return "the peer serves from disk"
+        return f"the peer offers only {', '.join(grant.access.get('paths', ())) or 'nothing'}"
     from mx_cli.transport.nixl import missing, ucx_version
 
     if reason := missing():
@@ -103,17 +106,23 @@ def _nixl(
     context: Context,
     session: Session,
     grant: Grant,
-    facts: Mapping[str, Any],
+    wish: Wish,
     regions: Sequence[tuple[int, int, int]],
 ) -> tuple[Path, str, str]:
     from mx_cli.transport.nixl import Agent, Network
 
     settings = context.settings
     network = Network(settings.interface, settings.data_ports, loopback=is_loopback(session.address))
-    agent = Agent(new_generation(), network, gpu=any(device >= 0 for _, _, device in regions), trace=True)
+    capability = grant.access["nixl"]
+    gpu = any(row[2] != HOST for row in regions) or any(row.device != HOST for row in extents_of(capability))
+    agent = Agent(new_generation(), network, gpu=gpu, trace=True)
     try:
-        path = NixlRead(agent, grant.access["nixl"], regions, READS)
+        path = NixlRead(agent, capability, regions, READS)
         found = path.probe(PROBE_TIMEOUT, context.stop.wait)
+        if "rdma" in wish.require and not found.rdma:
+            raise TransportFailed(f"the READ went by {found.path or 'another way'}, not by RDMA")
+        if found.emulated and wish.path != "nixl-read":
+            raise TransportFailed(f"READs are emulated ({found.path}): they can end the source")
     except BaseException:
         agent.destroy()
         raise
