@@ -6,6 +6,7 @@ import bisect
 import contextlib
 import ctypes
 import mmap
+import os
 import threading
 
 from mx_cli.base import units
@@ -13,6 +14,10 @@ from mx_cli.base.errors import NoSpace
 from mx_cli.engine.ports import Memory
 
 STEP = 1 << 20
+WRITE_STEP = 64 << 10
+"""Bytes of one pwrite(2), and so of the page cache's pages at most. Larger ones are taken from free blocks of 2 MiB, which
+a virtual machine has given back to its host (free page reporting): each page then costs a fault in the host, up to 1.6 s
+of CPU a GB where this costs 0.2. Where memory stays, larger writes would save 0.03."""
 HUGE = 2 << 20
 POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE of madvise(2), Linux 5.14: Python has no name for it."""
@@ -56,6 +61,13 @@ class Pool:
             for at in range(0, len(self.view), mmap.PAGESIZE):
                 self.view[at] = 0
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+
+def write_at(fd: int, view: memoryview, offset: int) -> None:
+    """Write all of the view at `offset` of a file. Raises OSError."""
+    done = 0
+    while done < len(view):
+        done += os.pwrite(fd, view[done : done + WRITE_STEP], offset + done)
 
 
 def at_address(address: int, length: int) -> memoryview:

@@ -24,6 +24,7 @@ WIDEN_EVERY = 1.0
 QUIET_LIMIT = 15.0
 SMALL_ITEM = 1 << 20
 AHEAD = 8
+LOOK = 4
 SHOW_EVERY = 0.25
 SHOWN = 64
 
@@ -142,18 +143,31 @@ class Transfer:
         self._source.widen(width)
         while self._pending and not self._gate.closed_for:
             # Small items wait at the source for their turn, so that it need not wait for this loop.
-            length = self._pending[0][0].length
+            index = self._next(width)
+            item, patience = self._pending[index]
+            length = item.length
             ahead = AHEAD if length is not None and length <= SMALL_ITEM else 1
             if len(self._flights) >= width * ahead:
                 break
-            if not self._sink.has_room(self._pending[0][0]):
+            if not self._sink.has_room(item):
                 return CROWDED_POLL
-            item, patience = self._pending.popleft()
+            del self._pending[index]
             dest = self._sink.acquire(item)
             self._flights[item] = _Flight(item, patience)
             self._files[item.entry.path].in_flight += 1
             self._source.start(item, dest)
         return POLL
+
+    def _next(self, width: int) -> int:
+        """Which pending item comes next: the first of those at the front whose file nothing is in flight of.
+
+        One writer a file waits for no other (the kernel locks a file for each write), and its bytes come in order, so that
+        they are verified while they are hot, not read again.
+        """
+        for index, (item, _) in enumerate(itertools.islice(self._pending, LOOK * width)):
+            if not self._files[item.entry.path].in_flight:
+                return index
+        return 0
 
     # -- news ----------------------------------------------------------------------------------------------------
 

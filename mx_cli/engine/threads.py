@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 import time
@@ -12,7 +11,7 @@ import xxhash
 
 from mx_cli.base.errors import MxError, TransportFailed, Unreachable
 from mx_cli.base.oserrors import explain
-from mx_cli.engine.buffers import STEP, Buffers, scatter
+from mx_cli.engine.buffers import STEP, Buffers, scatter, write_at
 from mx_cli.engine.ports import Block, Dest, Done, File, Host, Memory, NoRanges, Reader, ReadItem, SourceCaps, Stream
 from mx_cli.model.manifest import BLOCK
 
@@ -227,7 +226,7 @@ class _Copy:
         self.complete = True
 
     def _fill(self, stream: Stream, view: memoryview, dest: Dest) -> int:
-        """Read until the view is full, the stream ends or a block is due: aligned writes make large pages of page cache."""
+        """Read until the view is full, the stream ends or a block is due: aligned writes make few pages of page cache."""
         filled = stream.read_into(view)
         while 0 < filled < len(view) and time.monotonic() - self._told < TELL_EVERY:
             try:
@@ -252,9 +251,7 @@ class _Copy:
         self._hash.update(view)
         if isinstance(dest, File):
             at = dest.offset + self.position - self._flight.item.offset
-            written = os.pwrite(dest.fd, view, at)
-            while written < len(view):
-                written += os.pwrite(dest.fd, view[written:], at + written)
+            write_at(dest.fd, view, at)
             if dest.seen:
                 dest.seen(at, view)
         elif isinstance(dest, Memory):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from mx_cli.base.cancel import Stop
 from mx_cli.base.errors import IntegrityError, MxError
 from mx_cli.base.oserrors import explain
+from mx_cli.engine.buffers import write_at
 from mx_cli.engine.meter import Meter
 from mx_cli.engine.ports import Block, Dest, File, Host, ReadItem
 from mx_cli.engine.verify import Consumer
@@ -283,7 +284,7 @@ class FileSink:
             consumer.finish()
         fd = self._open_file(held.entry).fd
         try:
-            place(fd, memoryview(held.data), 0)
+            write_at(fd, memoryview(held.data), 0)
             self._on_complete(held.entry, len(held.data), fd, consumers)
         finally:
             os.close(fd)
@@ -291,10 +292,3 @@ class FileSink:
             del self._held[held.entry.path]
             self._held_bytes -= len(held.data)
             self._changed.notify_all()
-
-
-def place(fd: int, view: memoryview, offset: int) -> None:
-    """Write all of the view at `offset`. Raises OSError."""
-    while view:
-        count = os.pwrite(fd, view, offset)
-        view, offset = view[count:], offset + count

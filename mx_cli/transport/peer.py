@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from typing import Protocol
@@ -11,7 +10,7 @@ import xxhash
 
 from mx_cli.base.errors import IntegrityError, MxError, TransportFailed
 from mx_cli.base.oserrors import explain
-from mx_cli.engine.buffers import at_address
+from mx_cli.engine.buffers import at_address, write_at
 from mx_cli.engine.ports import Block, Done, File, Host, Memory, ReadItem, SourceCaps
 from mx_cli.engine.threads import Flight, Threads
 from mx_cli.model.holding import HOST, Check, Holding
@@ -148,9 +147,7 @@ def _place(dest: File | Host, at: int, view: memoryview) -> None:
     if isinstance(dest, Host):
         dest.view[at : at + len(view)] = view
         return
-    written = 0
-    while written < len(view):
-        written += os.pwrite(dest.fd, view[written:], dest.offset + at + written)
+    write_at(dest.fd, view, dest.offset + at)
     if dest.seen:
         dest.seen(dest.offset + at, view)
 
