@@ -7,7 +7,8 @@ on the spot. So every holding is read in the same way: a piece of a file, in one
 from __future__ import annotations
 
 import bisect
-import itertools
+import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -25,10 +26,7 @@ HOST = -1
 
 def size_of(dtype: str, shape: Iterable[int]) -> int:
     """Bytes of a tensor; of a whole file for the dtype `file`."""
-    count = BITS.get(dtype, 8)
-    for dimension in shape:
-        count *= dimension
-    return count // 8
+    return BITS.get(dtype, 8) * math.prod(shape) // 8
 
 
 class Extent(NamedTuple):
@@ -45,8 +43,14 @@ class Extent(NamedTuple):
         return self.offset + self.length
 
 
+_OFFSET = operator.itemgetter(1)
+
+
 class Tensor(NamedTuple):
-    """A tensor of a holding. `start` is its first byte in the file; `blocks` are hex xxh3-128 of each 4 MiB from there."""
+    """A tensor of a holding. `start` is its first byte in the file; `blocks` are hex xxh3-128 of each 4 MiB from there.
+
+    `size` in bytes.
+    """
 
     name: str
     file: str
@@ -54,15 +58,17 @@ class Tensor(NamedTuple):
     shape: tuple[int, ...]
     start: int
     blocks: tuple[str, ...]
-
-    @property
-    def size(self) -> int:
-        """Bytes."""
-        return size_of(self.dtype, self.shape)
+    size: int
 
     @property
     def end(self) -> int:
         return self.start + self.size
+
+
+_PLACE = operator.itemgetter(1, 4, 0)
+"""Of a tensor's fields: file, start, name."""
+_SIZE = 6
+"""Of a tensor's fields those before it are what its peer says; it follows from them."""
 
 
 class Alias(NamedTuple):
@@ -113,12 +119,14 @@ class Holding:
     @cached_property
     def tensors(self) -> tuple[Tensor, ...]:
         """By file and place: the order in which a reader lays out its own memory. Files without a table have none."""
+        starts = self.starts
         rows = [
-            Tensor(name, file, dtype, shape, self.starts[start_key(file, name)], blocks)
+            (name, file, dtype, shape, start, blocks, size_of(dtype, shape))
             for file, name, dtype, shape, blocks in self.manifest.tensors
-            if start_key(file, name) in self.starts
+            if (start := starts.get(start_key(file, name))) is not None
         ]
-        return tuple(sorted(rows, key=lambda row: (row.file, row.start, row.name)))
+        rows.sort(key=_PLACE)
+        return tuple(map(Tensor._make, rows))
 
     @cached_property
     def by_name(self) -> Mapping[str, Tensor]:
@@ -129,20 +137,23 @@ class Holding:
     def digest(self) -> str:
         """Hex SHA-256 over files and tensors, without addresses and identities: sources with the same one may be mixed."""
         files = sorted([record.path, record.size, record.xxh3] for record in self.manifest.files)
-        rows = sorted([t.name, t.file, t.dtype, list(t.shape), t.start, list(t.blocks)] for t in self.tensors)
+        rows = sorted(tensor[:_SIZE] for tensor in self.tensors)
         ties = sorted([name, *alias[:3], list(alias.shape)] for name, alias in self.aliases.items())
         return canonical.sha256([files, rows, ties])
 
     @cached_property
     def _checks(self) -> Mapping[str, tuple[Check, ...]]:
         found: dict[str, list[Check]] = {}
-        for tensor in self.tensors:
-            size = tensor.size
-            for index, expected in enumerate(tensor.blocks):
+        for name, file, _, _, start, blocks, size in self.tensors:
+            checks = found.setdefault(file, [])
+            for index, expected in enumerate(blocks):
                 at = index * BLOCK
-                check = Check(tensor.start + at, min(BLOCK, size - at), expected, tensor.name, index)
-                found.setdefault(tensor.file, []).append(check)
+                checks.append(Check(start + at, min(BLOCK, size - at), expected, name, index))
         return {file: tuple(checks) for file, checks in found.items()}
+
+    @cached_property
+    def _offsets(self) -> Mapping[str, list[int]]:
+        return {file: [check.offset for check in checks] for file, checks in self._checks.items()}
 
     def checks(self, file: str) -> Sequence[Check]:
         """The blocks of a file whose digests are known, in the order of their bytes."""
@@ -150,13 +161,15 @@ class Holding:
 
     def blocks(self, file: str) -> Sequence[tuple[int, int]]:
         """The spans of `checks`."""
-        return [(check.offset, check.end) for check in self.checks(file)]
+        return [(offset, offset + length) for offset, length, *_ in self.checks(file)]
 
     def checks_within(self, file: str, start: int, end: int) -> Sequence[Check]:
         """The blocks that lie whole in [start, end) of a file."""
-        checks = self.checks(file)
-        first = bisect.bisect_left(checks, start, key=lambda check: check.offset)
-        last = bisect.bisect_right(checks, end, key=lambda check: check.end)
+        checks, offsets = self.checks(file), self._offsets.get(file, [])
+        first = bisect.bisect_left(offsets, start)
+        last = bisect.bisect_left(offsets, end, first)
+        while last > first and checks[last - 1].end > end:
+            last -= 1
         return checks[first:last]
 
     def with_version(self, version: int) -> Holding:
@@ -213,11 +226,15 @@ class Extents:
         for extent in extents:
             if extent.length > 0:
                 self._of.setdefault(extent.file, []).append(extent)
+        self._offsets: dict[str, list[int]] = {}
         for file, rows in self._of.items():
-            rows.sort(key=lambda row: row.offset)
-            for one, other in itertools.pairwise(rows):
-                if one.end > other.offset:
-                    raise IntegrityError(f"{file}: two places for byte {other.offset}")
+            rows.sort(key=_OFFSET)
+            self._offsets[file] = [row.offset for row in rows]
+            end = 0
+            for _, offset, length, _, _ in rows:
+                if offset < end:
+                    raise IntegrityError(f"{file}: two places for byte {offset}")
+                end = offset + length
 
     @property
     def largest(self) -> Extent:
@@ -229,15 +246,15 @@ class Extents:
 
     def within(self, file: str, start: int, end: int) -> list[Extent]:
         """What of [start, end) of a file lies anywhere, in order."""
-        rows = self._of.get(file, [])
-        found: list[Extent] = []
-        for row in rows[max(0, bisect.bisect_right(rows, start, key=lambda row: row.offset) - 1) :]:
-            if row.offset >= end:
-                break
-            low, high = max(start, row.offset), min(end, row.end)
-            if low < high:
-                found.append(Extent(file, low, high - low, row.address + low - row.offset, row.device))
-        return found
+        offsets = self._offsets.get(file, [])
+        first = max(0, bisect.bisect_right(offsets, start) - 1)
+        found = self._of.get(file, [])[first : bisect.bisect_left(offsets, end)]
+        # Only the outer ones may reach out of it.
+        if found and found[0].offset < start:
+            found[0] = _part(found[0], start, found[0].end)
+        if found and found[-1].end > end:
+            found[-1] = _part(found[-1], found[-1].offset, end)
+        return [row for row in found[:1] if row.length > 0] + found[1:]
 
     def cut(self, file: str, start: int, end: int) -> list[Extent]:
         """The runs of memory that hold [start, end) of a file, in order. Raises IntegrityError when some is nowhere."""
@@ -252,20 +269,23 @@ class Extents:
         return found
 
 
+def _part(row: Extent, start: int, end: int) -> Extent:
+    return Extent(row.file, start, end - start, row.address + start - row.offset, row.device)
+
+
 def joined(extents: Iterable[Extent]) -> list[Extent]:
     """The same runs, by file and offset; those that touch both in the file and in memory are one."""
     found: list[Extent] = []
-    for row in sorted(extents):
-        last = found[-1] if found else None
-        if last and (last.file, last.end, last.address + last.length, last.device) == (
-            row.file,
-            row.offset,
-            row.address,
-            row.device,
-        ):
-            found[-1] = last._replace(length=last.length + row.length)
-        elif row.length:
-            found.append(row)
+    now: tuple[str, int, int, int, int] | None = None
+    for file, offset, length, address, device in sorted(extents):
+        if now and now[0] == file and now[1] + now[2] == offset and now[3] + now[2] == address and now[4] == device:
+            now = (file, now[1], now[2] + length, now[3], device)
+        elif length:
+            if now:
+                found.append(Extent._make(now))
+            now = (file, offset, length, address, device)
+    if now:
+        found.append(Extent._make(now))
     return found
 
 
@@ -280,10 +300,9 @@ def _alias(of: Any, offset: Any, dtype: Any, shape: Any) -> Alias:
 
 def _check_places(holding: Holding, where: str) -> None:
     sizes = {record.path: record.size for record in holding.manifest.files}
-    for tensor in holding.tensors:
-        count = -(-tensor.size // BLOCK)
-        if tensor.start < 0 or tensor.end > sizes.get(tensor.file, -1) or len(tensor.blocks) != count:
-            raise IntegrityError(f"{where}: tensor {tensor.name!r} does not lie in {tensor.file}")
+    for name, file, _, _, start, blocks, size in holding.tensors:
+        if start < 0 or size < 0 or start + size > sizes.get(file, -1) or len(blocks) != -(-size // BLOCK):
+            raise IntegrityError(f"{where}: tensor {name!r} does not lie in {file}")
     sizes_of = {tensor.name: tensor.size for tensor in holding.tensors}
     for name, alias in holding.aliases.items():
         if alias.offset < 0 or alias.offset + alias.size > sizes_of.get(alias.of, -1):
