@@ -32,6 +32,7 @@ from mx_cli.transport.http1 import Request, Response, answer
 from mx_cli.transport.protocol import FILES, GRANT_HEADER, GRANTS, MANIFEST, NONCE, POLL, PROTO
 
 UPDATING = "updating"
+GONE = 410
 
 _STATUS: dict[str, int] = {
     "usage": 400,
@@ -292,7 +293,11 @@ class Control:
 
     def _file(self, request: Request, path: str) -> Response:
         grant = request.header(GRANT_HEADER)
-        self.grants.check(grant)
+        try:
+            self.grants.check(grant)
+        except NotFound as error:
+            # The file is there: who was sent away must not take it for missing.
+            return _refusal(error, GONE)
         record = self._holding().manifest.record(path)
         if record is None:
             raise NotFound(f"no such file here: {path}")
