@@ -54,11 +54,11 @@ def named_tensors(source: Any, *, all_buffers: bool = False) -> Iterator[tuple[s
 
     if isinstance(source, torch.nn.Module):
         for name, parameter in source.named_parameters(remove_duplicate=False):
-            yield name, PARAMETER, parameter.data
+            yield name, PARAMETER, _ready(name, parameter)
         hidden = set() if all_buffers else _not_persistent(source)
         for name, buffer in source.named_buffers(remove_duplicate=False):
             if name not in hidden:
-                yield name, BUFFER, buffer.data
+                yield name, BUFFER, _ready(name, buffer)
         return
     if not isinstance(source, Mapping):
         raise UsageError(f"not a module or a mapping of tensors: {type(source).__name__}")
@@ -70,6 +70,15 @@ def named_tensors(source: Any, *, all_buffers: bool = False) -> Iterator[tuple[s
             yield str(name), PARAMETER, value.detach()
         else:
             raise UsageError(f"not a tensor: {name!r} is a {type(value).__name__}")
+
+
+def _ready(name: str, tensor: Any) -> Any:
+    """What a parameter or a buffer holds. Raises UsageError for one that a lazy module has not made yet."""
+    import torch
+
+    if torch.nn.parameter.is_lazy(tensor):
+        raise UsageError(f"{name!r} is not initialised: its module is lazy", hint="run the module once")
+    return tensor.data
 
 
 def _not_persistent(module: Any) -> set[str]:
@@ -107,8 +116,8 @@ def _described(name: str, kind: str, tensor: Any, pack: bool) -> Described:
 
     if tensor.is_meta:
         raise UsageError(f"{name!r} is on the device meta: it has no bytes", hint="materialise it first (to_empty)")
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        what = "is quantised" if tensor.is_quantized else f"has the layout {tensor.layout}"
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        what = "is quantised" if tensor.is_quantized else "is nested" if tensor.is_nested else f"is {tensor.layout}"
         raise UsageError(f"{name!r} {what}: only dense tensors can be moved")
     dtype, shape = dtype_and_shape(name, tensor)
     device = HOST if tensor.device.type == "cpu" else tensor.device.index

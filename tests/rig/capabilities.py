@@ -14,6 +14,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.rig import limits
+
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 
 
@@ -91,6 +93,7 @@ _PROBES: dict[str, Callable[[], bool]] = {
     "netns": lambda: _succeeds("unshare", "--net", "true"),
     "CAP_NET_ADMIN": _net_admin,
     "pidns": lambda: _succeeds("unshare", "--pid", "--fork", "--mount-proc", "true"),
+    "memory-cgroup": lambda: limits.place() is not None,
     "root": lambda: os.geteuid() == 0,
     "ipv6": _ipv6,
     "gpu": _gpu,

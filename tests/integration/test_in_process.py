@@ -1,0 +1,739 @@
+"""`mx_cli.serve`, `mx_cli.pull` and `mx_cli.pull_into`: tensors from one real process into another."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mx_cli
+from mx_cli.base.errors import Incompatible, IntegrityError, MxError, NoPeer, TransportFailed, UsageError
+from tests.rig import cachecheck, capabilities, limits, servers
+from tests.rig.serving import eventually, slow
+from tests.rig.tensor_source import MIB, TensorSource, module, recipe, tensor_source, torture
+from tests.support import capability, safetensors_bytes
+
+if not capabilities.have("torch"):
+    pytest.skip("missing: torch", allow_module_level=True)
+
+import torch
+
+SHARED = ("module", "torture", "empty", "bf16", "shapes", "named:20000", "overlap", "noise:9")
+
+
+@pytest.fixture(params=["socket", pytest.param("nixl-read", marks=capability("nixl"))])
+def path(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where the secret of the user, discovery and the cache of this file's processes are."""
+    found = tmp_path_factory.mktemp("tensors")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("MX_")]:
+            patch.delenv(name)
+        patch.setenv("HOME", str(found))
+        patch.setenv("XDG_RUNTIME_DIR", str(found / "run"))
+        yield found
+
+
+@pytest.fixture(scope="module")
+def source(place: Path) -> Iterator[TensorSource]:
+    """One process that serves SHARED, which no test changes."""
+    with tensor_source(place, *SHARED) as found:
+        yield found
+
+
+def settings(place: Path) -> dict[str, Any]:
+    return {"cache_dir": str(place / "cache"), "discovery": f"dir:{place / 'peers'}"}
+
+
+class Reader:
+    """Pulls what one recipe serves, by one path."""
+
+    def __init__(self, source: TensorSource, recipe: str, place: Path, path: str = "auto") -> None:
+        peer = source.peers[recipe]
+        self.model = peer["identities"]["content"]
+        self.options = {"peers": [peer["address"]], "path": path, **settings(place)}
+
+    def pull(self, **options: Any) -> dict[str, Any]:
+        return mx_cli.pull(self.model, **{**self.options, **options})
+
+    def into(self, target: Any, **options: Any) -> mx_cli.Received:
+        return mx_cli.pull_into(target, self.model, **{**self.options, **options})
+
+
+def flat(source: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The tensors of nested mappings and modules, by their joined names."""
+    found: dict[str, Any] = {}
+    for name, value in source.items():
+        if isinstance(value, torch.nn.Module):
+            value = value.state_dict()
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = value.detach()
+    return found
+
+
+def raw(tensor: Any) -> bytes:
+    """The elements in their order, as bytes."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+
+
+def assert_same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        assert raw(found[name]) == raw(tensor), name
+
+
+def zeroed(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """New tensors of the same kinds, each with memory of its own, with the same strides where they can be had."""
+    found = {name: torch.empty_like(tensor, memory_format=torch.preserve_format) for name, tensor in tensors.items()}
+    for tensor in found.values():
+        if tensor.numel():
+            tensor.untyped_storage().fill_(0)
+    return found
+
+
+# --- V-06: shared memory ---------------------------------------------------------------------------------------------
+
+
+def test_v06_tied_weights_are_sent_once_and_stay_tied(source: TensorSource, place: Path, path: str) -> None:
+    reader, expected = Reader(source, "module", place, path), module()
+    assert source.peers["module"]["counts"] == {"parameter": 4, "buffer": 1, "tied": 1}
+    target = module(0)
+    received = reader.into(target)
+    assert_same(target.state_dict(), expected.state_dict())
+    assert target.head.weight is target.embed.weight
+    assert received.bytes == sum(t.nbytes for n, t in expected.state_dict().items() if n != "head.weight")
+    pulled = reader.pull()
+    assert_same(pulled, expected.state_dict())
+    assert pulled["head.weight"].data_ptr() == pulled["embed.weight"].data_ptr()
+
+
+def test_v06_tied_at_the_source_only(source: TensorSource, place: Path, path: str) -> None:
+    target = module(0)
+    target.head.weight = torch.nn.Parameter(torch.zeros(100, 16))
+    Reader(source, "module", place, path).into(target)
+    assert_same(target.state_dict(), module().state_dict())
+
+
+def test_v06_tied_at_the_target_only(place: Path, tmp_path: Path, path: str) -> None:
+    expected = {"one": torch.arange(1000.0), "other": torch.arange(1000.0)}
+    with mx_cli.serve(expected, **settings(place)) as handle:
+        options = {"peers": [handle.address], "path": path, **settings(place)}
+        memory = torch.zeros(1000)
+        mx_cli.pull_into({"one": memory, "other": memory}, handle.identities["content"], **options)
+        assert torch.equal(memory, expected["one"])
+    expected["other"] = expected["other"] + 1
+    with mx_cli.serve(expected, **settings(place)) as handle:
+        options = {"peers": [handle.address], "path": path, **settings(place)}
+        memory = torch.full((1000,), 5.0)
+        for target in (
+            {"one": memory, "other": memory},
+            {"one": memory, "other": memory.view(1, 1000)[0]},
+        ):
+            with pytest.raises(Incompatible, match="one and other share memory here"):
+                mx_cli.pull_into(target, handle.identities["content"], **options)
+        overlapping = torch.full((1001,), 5.0)
+        with pytest.raises(Incompatible, match="one and other share memory here"):
+            mx_cli.pull_into(
+                {"one": overlapping[:1000], "other": overlapping[1:]}, handle.identities["content"], **options
+            )
+        assert torch.equal(memory, torch.full((1000,), 5.0))
+        assert torch.equal(overlapping, torch.full((1001,), 5.0))
+        scattered = torch.zeros(1000, 2)
+        with pytest.raises(Incompatible, match="share memory here"):
+            mx_cli.pull_into(
+                {"one": scattered[:, 0], "other": scattered.t()[0][:]}, handle.identities["content"], **options
+            )
+
+
+def test_v06_scattered_tensors_that_overlap_are_compared(place: Path) -> None:
+    square = torch.arange(16.0).reshape(4, 4)
+    options = settings(place)
+    with mx_cli.serve({"w": square, "wt": square.t()}, **options) as handle:
+        memory = torch.zeros(4, 4)
+        wish = {"peers": [handle.address], **options}
+        mx_cli.pull_into({"w": memory, "wt": memory.t()}, handle.identities["content"], **wish)
+        assert torch.equal(memory, square)
+    with mx_cli.serve({"w": square, "wt": square.t() + 1}, **options) as handle:
+        wish = {"peers": [handle.address], **options}
+        with pytest.raises(Incompatible, match="share memory here"):
+            mx_cli.pull_into({"w": memory, "wt": memory.t()}, handle.identities["content"], **wish)
+
+
+def test_v06_two_views_that_overlap(source: TensorSource, place: Path, path: str) -> None:
+    reader, expected = Reader(source, "overlap", place, path), recipe("overlap")
+    pulled = reader.pull()
+    assert_same(pulled, expected)
+    assert pulled["b"].data_ptr() - pulled["a"].data_ptr() == 4 * MIB
+    memory = torch.zeros(3 * MIB, dtype=torch.int32)
+    target = {"a": memory[: 2 * MIB], "b": memory[MIB:]}
+    assert reader.into(target).bytes == 12 * MIB
+    assert_same(target, expected)
+    apart = zeroed(expected)
+    reader.into(apart)
+    assert_same(apart, expected)
+
+
+def test_v06_a_view_alone_is_verified_too(place: Path, path: str) -> None:
+    """Part of a block has no digest of its own: the whole block is fetched for it."""
+    with tensor_source(place, "overlap") as one:
+        reader = Reader(one, "overlap", place, path)
+        assert_same(reader.pull(names=["b"]), {"b": recipe("overlap")["b"]})
+        target = {"b": torch.zeros(2 * MIB, dtype=torch.int32)}
+        reader.into(target, allow_extra=True)
+        assert_same(target, {"b": recipe("overlap")["b"]})
+        one.tell("flip", "overlap", name="b", at=5)
+        with pytest.raises(IntegrityError):
+            reader.pull(names=["b"], routes=["peer"])
+        with pytest.raises(IntegrityError):
+            reader.into(target, allow_extra=True, routes=["peer"])
+
+
+# --- V-07: kinds -----------------------------------------------------------------------------------------------------
+
+
+def test_v07_buffers_that_a_state_dict_leaves_out_are_untouched(source: TensorSource, place: Path, path: str) -> None:
+    target = module(0)
+    received = Reader(source, "module", place, path).into(target)
+    assert (received.tensors, received.parameters, received.buffers) == (5, 4, 1)
+    assert torch.equal(target.scratch, torch.full((3,), 7.0))
+    assert torch.equal(target.steps, module().steps)
+
+
+def test_v07_all_buffers_when_asked(place: Path, path: str) -> None:
+    with mx_cli.serve(module(), all_buffers=True, **settings(place)) as handle:
+        assert handle.counts == {"parameter": 4, "buffer": 2, "tied": 1}
+        target, options = module(0), {"peers": [handle.address], "path": path, **settings(place)}
+        received = mx_cli.pull_into(target, handle.identities["content"], all_buffers=True, **options)
+        assert (received.parameters, received.buffers) == (4, 2)
+        assert torch.equal(target.scratch, torch.ones(3))
+        with pytest.raises(Incompatible, match="1 more \\(scratch\\)"):
+            mx_cli.pull_into(module(0), handle.identities["content"], **options)
+
+
+# --- L-03, L-04, L-05: what does not fit is refused before a byte moves ----------------------------------------------
+
+
+def refused(reader: Reader, target: dict[str, Any], **options: Any) -> str:
+    """Why the target is refused; nothing in it may have changed."""
+    before = {name: raw(tensor) for name, tensor in target.items()}
+    with pytest.raises(Incompatible) as caught:
+        reader.into(target, **options)
+    assert {name: raw(tensor) for name, tensor in target.items()} == before
+    assert caught.value.exit_code == 17
+    return caught.value.what
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("w", torch.float16), ("f", torch.int32)])
+def test_l03_another_dtype_of_the_same_size(source: TensorSource, place: Path, name: str, dtype: torch.dtype) -> None:
+    target = zeroed(recipe("bf16"))
+    target[name] = torch.full_like(target[name], 7, dtype=dtype)
+    said = refused(Reader(source, "bf16", place), target)
+    offered = {"w": "BF16[4, 8]", "f": "F32[4]"}[name]
+    wanted = {"w": "F16[4, 8]", "f": "I32[4]"}[name]
+    assert f"{name}: {wanted} here, {offered} there" in said
+
+
+def test_l04_another_shape_of_the_same_size(source: TensorSource, place: Path) -> None:
+    target = {"m": torch.ones(16, 64), "flat": torch.ones(128), "same": torch.ones(3)}
+    said = refused(Reader(source, "shapes", place), target)
+    assert "2 differ" in said
+    assert "m: F32[16, 64] here, F32[64, 16] there" in said
+    assert "flat: F32[128] here, F32[8, 16] there" in said
+    assert "same" not in said
+
+
+def test_l05_names_that_do_not_agree(source: TensorSource, place: Path, path: str) -> None:
+    reader, expected = Reader(source, "shapes", place, path), source_shapes(source, place)
+    more = {**zeroed(expected), "extra.bias": torch.full((2,), 9.0)}
+    assert "the peer lacks 1 (extra.bias)" in refused(reader, more)
+    reader.into(more, allow_missing=True)
+    assert_same(more, {**expected, "extra.bias": torch.full((2,), 9.0)})
+    less = {name: tensor for name, tensor in zeroed(expected).items() if name != "flat"}
+    assert "the peer has 1 more (flat)" in refused(reader, less)
+    assert reader.into(less, allow_extra=True).tensors == 2
+    assert raw(less["m"]) == raw(expected["m"])
+    prefixed = {f"module.{name}": tensor for name, tensor in zeroed(expected).items()}
+    said = refused(reader, prefixed)
+    assert "the peer lacks 3 (module.flat, module.m, module.same)" in said
+    assert "the peer has 3 more (flat, m, same)" in said
+
+
+def source_shapes(source: TensorSource, place: Path) -> dict[str, Any]:
+    return Reader(source, "shapes", place).pull()
+
+
+def test_l05_names_are_listed_up_to_a_number(source: TensorSource, place: Path) -> None:
+    said = refused(Reader(source, "named:20000", place), {"other": torch.ones(1)})
+    assert "the peer has 20000 more (layer.0, layer.1, layer.10, layer.100, layer.1000, and 19995 more)" in said
+    assert len(said) < 500
+
+
+# --- L-06: the right bytes, whatever the tensors are ----------------------------------------------------------------
+
+
+def test_l06_every_dtype_view_and_name(source: TensorSource, place: Path, path: str) -> None:
+    reader, expected = Reader(source, "torture", place, path), flat(torture())
+    pulled = reader.pull()
+    assert_same(pulled, expected)
+    assert pulled["views.b"].data_ptr() - pulled["views.a"].data_ptr() == 400
+    assert pulled["views.as int16"].data_ptr() - pulled["views.own"].data_ptr() == 4
+    for name in ("views.middle", "views.as int16", "scalar", "none.int8", "odd columns", ""):
+        assert_same(reader.pull(names=[name]), {name: expected[name]})
+    assert reader.pull(names=[]) == {}
+    with pytest.raises(UsageError, match="no such tensors: nobody"):
+        reader.pull(names=["scalar", "nobody"])
+
+
+def test_l06_into_views_and_strides(source: TensorSource, place: Path, path: str) -> None:
+    reader, expected = Reader(source, "torture", place, path), flat(torture())
+    same = flat(torture())
+    same["expanded"] = torch.zeros(10)
+    for tensor in same.values():
+        if tensor.numel():
+            tensor.untyped_storage().fill_(0)
+    reader.into(same)
+    assert_same(same, expected)
+    apart = zeroed(expected)
+    reader.into(apart)
+    assert_same(apart, expected)
+
+
+def test_l06_nothing_but_empty_tensors(source: TensorSource, place: Path, path: str) -> None:
+    reader, expected = Reader(source, "empty", place, path), recipe("empty")
+    assert_same(reader.pull(), expected)
+    assert reader.into(zeroed(expected)).bytes == 0
+
+
+def test_l06_a_byte_that_changed_at_the_source(place: Path, path: str) -> None:
+    with tensor_source(place, "noise:9") as one:
+        reader = Reader(one, "noise:9", place, path)
+        reader.pull()
+        one.tell("flip", "noise:9", name="w", at=4 * MIB + 7)
+        with pytest.raises(IntegrityError, match=r"tensor w, block 1") as caught:
+            reader.pull(routes=["peer"])
+        assert caught.value.exit_code == 16
+        one.tell("flip", "noise:9", name="w", at=4 * MIB + 7)
+        assert_same(reader.pull(), recipe("noise:9"))
+
+
+def test_many_small_tensors(source: TensorSource, place: Path, path: str) -> None:
+    reader, expected = Reader(source, "named:20000", place, path), recipe("named:20000")
+    target = zeroed(expected)
+    assert reader.into(target).tensors == 20_000
+    assert all(torch.equal(target[name], expected[name]) for name in expected)
+    pulled = reader.pull()
+    assert all(torch.equal(pulled[name], expected[name]) for name in expected)
+
+
+# --- what cannot be served or filled ---------------------------------------------------------------------------------
+
+
+def freed() -> Any:
+    tensor = torch.ones(3)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "meta": (lambda: {"layer.w": torch.empty(3, device="meta")}, "'layer.w' is on the device meta"),
+    "sparse": (lambda: {"layer.w": torch.eye(3).to_sparse()}, "'layer.w' is torch.sparse_coo"),
+    "nested": (lambda: {"layer.w": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])}, "'layer.w' is nested"),
+    "quantised": (
+        lambda: {"layer.w": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)},
+        "'layer.w' is quantised",
+    ),
+    "freed": (lambda: {"layer.w": freed()}, "'layer.w' has no bytes"),
+    "complex128": (lambda: {"layer.w": torch.ones(3, dtype=torch.complex128)}, "'layer.w' has the dtype"),
+    "lazy": (lambda: torch.nn.Sequential(torch.nn.LazyLinear(3)), "'0.weight' is not initialised"),
+    "text": (lambda: {"layer.w": "weights"}, "'layer.w' is a str"),
+    "list": (lambda: [torch.ones(3)], "not a module or a mapping"),
+    "twice": (lambda: {"a.b": torch.ones(3), "a": {"b": torch.ones(3)}}, "two tensors have the name 'a.b'"),
+    "numbers": (lambda: {0: torch.ones(3), "0": torch.ones(3)}, "two tensors have the name '0'"),
+    "metadata": (lambda: {"__metadata__": torch.ones(3)}, "__metadata__"),
+    "surrogate": (lambda: {"a\udcff": torch.ones(3)}, "not Unicode"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_bytes_is_refused_by_name(name: str, place: Path) -> None:
+    make, said = REFUSED[name]
+    with pytest.raises(UsageError) as caught:
+        mx_cli.serve(make(), **settings(place))
+    assert said in caught.value.what
+    with pytest.raises(UsageError) as caught:
+        mx_cli.pull_into(make(), "mx1c-" + "0" * 32, **settings(place))
+    assert said in caught.value.what
+
+
+def test_an_expanded_target_is_refused_by_name(place: Path) -> None:
+    with pytest.raises(UsageError, match=r"'w' is expanded"):
+        mx_cli.pull_into({"w": torch.ones(1).expand(5)}, "mx1c-" + "0" * 32, **settings(place))
+
+
+def test_arguments_that_mean_nothing(place: Path) -> None:
+    target = {"w": torch.ones(1)}
+    for wrong in ({"routes": ["disk"]}, {"path": "carrier-pigeon"}, {"require": ["luck"]}, {"no_such_setting": 1}):
+        with pytest.raises(UsageError):
+            mx_cli.pull_into(target, "mx1c-" + "0" * 32, **wrong, **settings(place))
+    with pytest.raises(UsageError, match="cuda:x"):
+        mx_cli.pull("mx1c-" + "0" * 32, device="cuda:x", **settings(place))
+
+
+def test_inference_tensors_and_gradients(source: TensorSource, place: Path) -> None:
+    reader, expected = Reader(source, "shapes", place), source_shapes(source, place)
+    with torch.inference_mode():
+        target = {"m": torch.zeros(16, 64).t(), "flat": torch.zeros(8, 16), "same": torch.zeros(3)}
+    reader.into(target)
+    assert_same(target, expected)
+    weight = torch.nn.Parameter(torch.zeros(16, 64).t())
+    reader.into({"m": weight}, allow_extra=True)
+    assert raw(weight) == raw(expected["m"])
+    assert weight.requires_grad
+    assert weight.is_leaf
+
+
+# --- updates ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_update_is_another_version_with_another_identity(place: Path, path: str) -> None:
+    with tensor_source(place, "filled:1") as one:
+        reader, before = Reader(one, "filled:1", place, path), one.peers["filled:1"]
+        assert reader.into(recipe("filled:1")).version == 0
+        after = one.tell("update", "filled:1", name="w", value=2)
+        assert (after["version"], after["generation"]) == (1, before["generation"])
+        assert after["identities"] != before["identities"]
+        with pytest.raises((Incompatible, NoPeer)):
+            reader.pull()
+        one.peers["filled:1"] = after
+        again = Reader(one, "filled:1", place, path)
+        target = zeroed(recipe("filled:1"))
+        assert again.into(target).version == 1
+        assert torch.equal(target["w"], torch.full((MIB,), 2, dtype=torch.uint8))
+        same = one.tell("update", "filled:1", name="w", value=1)
+        assert (same["version"], same["identities"]) == (2, before["identities"])
+        assert_same(reader.pull(), recipe("filled:1"))
+
+
+def test_no_grants_while_weights_change(place: Path, path: str) -> None:
+    with tensor_source(place, "filled:1") as one:
+        reader = Reader(one, "filled:1", place, path)
+        one.tell("begin", "filled:1", name="small", value=3)
+        with pytest.raises(NoPeer, match="updating"):
+            reader.pull(routes=["peer"])
+        one.peers["filled:1"] = one.tell("finish", "filled:1")
+        pulled = Reader(one, "filled:1", place, path).pull()
+        assert torch.equal(pulled["small"], torch.full((4,), 3.0))
+
+
+def test_who_reads_during_an_update_is_sent_away(place: Path) -> None:
+    """The reader hangs in the midst; the update does not wait longer than it said, and nothing mixed comes out."""
+    with tensor_source(place, "filled:64") as one, slow(one.peers["filled:64"]["address"], 16 * MIB) as relay:
+        reader = Reader(one, "filled:64", place, "socket")
+        target, errors = zeroed(recipe("filled:64")), []
+
+        def read() -> None:
+            try:
+                reader.into(target, peers=[relay.address], routes=["peer"])
+            except MxError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        relay.wait_full()
+        after = one.tell("update", "filled:64", name="w", value=2, wait=0.1)
+        relay.go()
+        thread.join(60)
+        assert not thread.is_alive()
+        assert [type(error) for error in errors] in ([TransportFailed], [IntegrityError])
+        one.peers["filled:64"] = after
+        Reader(one, "filled:64", place, "socket").into(target)
+        assert int(target["w"].min()) == 2
+
+
+@capability("nixl")
+def test_memory_that_changes_under_a_reader_never_comes_out_mixed(place: Path) -> None:
+    """By nixl-read the source is not asked: what was changed without an update fails its digests."""
+    with tensor_source(place, "filled:64") as one:
+        reader, target = Reader(one, "filled:64", place, "nixl-read"), zeroed(recipe("filled:64"))
+        one.tell("begin", "filled:64", name="small", value=1)
+        one.tell("finish", "filled:64")
+        results: list[object] = []
+
+        def read() -> None:
+            for _ in range(6):
+                try:
+                    reader.into(target, routes=["peer"])
+                    results.append(sorted(set(target["w"].unique().tolist())))
+                except (IntegrityError, TransportFailed, NoPeer, Incompatible) as error:
+                    results.append(error)
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        for value in (2, 1, 3, 1):
+            one.tell("update", "filled:64", name="w", value=value, wait=0)
+        thread.join(60)
+        assert not thread.is_alive()
+        assert all(isinstance(result, MxError) or result == [1] for result in results), results
+
+
+def test_an_update_that_fails_leaves_nobody_with_wrong_weights(place: Path) -> None:
+    tensors = {"w": torch.ones(10)}
+    with mx_cli.serve(tensors, **settings(place)) as handle:
+        options = {"peers": [handle.address], "routes": ["peer"], **settings(place)}
+        with pytest.raises(UsageError, match="meta"), handle.update():
+            tensors["w"] = torch.empty(10, device="meta")
+        with pytest.raises(NoPeer, match="updating"):
+            mx_cli.pull(handle.identities["content"], **options)
+        block = handle.update()
+        block.__enter__()
+        tensors["w"] = torch.zeros(10)
+        assert not block.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
+        assert handle.version == 1
+        assert_same(mx_cli.pull(handle.identities["content"], **options), tensors)
+
+
+def test_an_update_may_add_and_move_tensors(place: Path, path: str) -> None:
+    tensors = {"w": torch.ones(10)}
+    with mx_cli.serve(tensors, **settings(place)) as handle:
+        options = {"peers": [handle.address], "path": path, **settings(place)}
+        for version in (1, 2, 3):
+            with handle.update():
+                tensors["w"] = torch.randn(10 * version)
+                tensors[f"more.{version}"] = torch.randn(3)
+            assert handle.version == version
+            assert_same(mx_cli.pull(handle.identities["content"], **options), tensors)
+
+
+# --- the handle ------------------------------------------------------------------------------------------------------
+
+
+def test_a_closed_handle_is_closed(place: Path) -> None:
+    tensors = {"w": torch.ones(10)}
+    handle = mx_cli.serve(tensors, **settings(place))
+    options = {"peers": [handle.address], "routes": ["peer"], **settings(place)}
+    references = sys.getrefcount(tensors)
+    handle.close()
+    handle.close()
+    assert sys.getrefcount(tensors) < references
+    with pytest.raises(NoPeer):
+        mx_cli.pull(handle.identities["content"], **options)
+    with pytest.raises(UsageError, match="closed"), handle.update():
+        pytest.fail("its block must not run")
+
+
+def test_a_process_does_not_find_itself(place: Path, source: TensorSource) -> None:
+    expected = module()
+    with mx_cli.serve(expected, **settings(place)) as handle:
+        model = handle.identities["content"]
+        assert model == source.peers["module"]["identities"]["content"]
+        received = mx_cli.pull_into(module(0), model, **settings(place))
+        assert list(received.sources) == [source.peers["module"]["address"]]
+    with mx_cli.serve({"mine": torch.ones(3)}, **settings(place)) as handle:
+        with pytest.raises((NoPeer, Incompatible)):
+            mx_cli.pull(handle.identities["content"], **settings(place))
+        pulled = mx_cli.pull(handle.identities["content"], peers=[handle.address], **settings(place))
+        assert_same(pulled, {"mine": torch.ones(3)})
+
+
+def test_readers_that_are_killed_leave_the_source_alone(place: Path, path: str) -> None:
+    """L-02: kill -9 in the midst of reads; the source goes on, and ends in order."""
+    with tensor_source(place, "filled:256") as one:
+        peer = one.peers["filled:256"]
+        script = (
+            "import sys, mx_cli\n"
+            "print('begun', flush=True)\n"
+            "while True: mx_cli.pull(sys.argv[1], peers=[sys.argv[2]], path=sys.argv[3], "
+            "cache_dir=sys.argv[4]); print('once', flush=True)\n"
+        )
+        command = [sys.executable, "-c", script, peer["identities"]["content"], peer["address"], path]
+        for word in ("begun", "once"):
+            reader = subprocess.Popen([*command, str(place / "cache")], stdout=subprocess.PIPE, text=True)
+            assert reader.stdout is not None
+            assert any(line.strip() == word for line in reader.stdout)
+            if word == "begun":
+                eventually(lambda: metric(peer["address"], "readers") > 0)
+            reader.kill()
+            reader.wait()
+            reader.stdout.close()
+        assert int(Reader(one, "filled:256", place, path).pull()["w"].min()) == 1
+        assert one.end() == 0
+
+
+def metric(address: str, name: str) -> int:
+    body = servers.request("GET", f"https://{address}/metrics")[2].decode()
+    return next(int(line.split()[1]) for line in body.splitlines() if line.startswith(f"mxcli_{name} "))
+
+
+# --- exit codes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("last", "code"), [({}, 0), ({"do": "exit", "code": 3}, 3), ({"do": "raise"}, 1), ({"do": "exit", "code": 0}, 0)]
+)
+def test_a_process_that_served_ends_as_it_says(place: Path, last: dict[str, Any], code: int, path: str) -> None:
+    """A handle that is still open, and had readers, does not turn the end into a crash."""
+    with tensor_source(place, "bf16") as one:
+        Reader(one, "bf16", place, path).pull()
+        assert one.end(**last) == code
+        assert "Traceback" not in one.stderr.read_text() or last.get("do") == "raise"
+        one.stderr.unlink()
+
+
+ENDS = {
+    "simply": ("", 0),
+    "sys.exit": ("sys.exit(4)", 4),
+    "exception": ("raise RuntimeError('as told')", 1),
+    "while it serves": ("handle = mx_cli.serve(tensors, **options)", 0),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_a_process_that_pulled_ends_as_it_says(source: TensorSource, place: Path, path: str, how: str) -> None:
+    last, code = ENDS[how]
+    peer = source.peers["bf16"]
+    script = (
+        "import sys, mx_cli\n"
+        f"options = dict(cache_dir={str(place / 'cache')!r})\n"
+        f"tensors = mx_cli.pull({peer['identities']['content']!r}, peers=[{peer['address']!r}], path={path!r}, **options)\n"
+        f"assert len(tensors) == 2\n{last}\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == code, ended.stderr
+    assert ended.stdout == ""
+
+
+# --- memory, routes, sources that die -------------------------------------------------------------------------------
+
+INTO_512 = """
+import resource, sys, torch, mx_cli
+target = {"w": torch.zeros(512 << 20, dtype=torch.uint8), "small": torch.zeros(4)}
+received = mx_cli.pull_into(target, sys.argv[1], peers=sys.argv[2:3], path=sys.argv[3], cache_dir=sys.argv[4])
+assert received.bytes == (512 << 20) + 16 and int(target["w"].min()) == 1
+"""
+
+
+@capability("memory-cgroup")
+def test_a_target_of_512_mib_in_712(place: Path, path: str) -> None:
+    with limits.memory(712 * MIB) as prefix, tensor_source(place, "filled:512") as one:
+        peer = one.peers["filled:512"]
+        arguments = [peer["identities"]["content"], peer["address"], path, str(place / "cache")]
+        command = [*prefix, sys.executable, "-c", INTO_512, *arguments]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+        assert ended.returncode == 0, ended.stderr
+
+
+def test_l07_peer_then_cache_then_origin(place: Path, tmp_path: Path, path: str) -> None:
+    """One source of each kind, which are taken away one by one."""
+    origin, expected = tmp_path / "model", recipe("shapes")
+    origin.mkdir()
+    rows = {name: ("F32", list(tensor.shape), raw(tensor)) for name, tensor in expected.items()}
+    (origin / "model.safetensors").write_bytes(safetensors_bytes(rows))
+    options = {**settings(place), "cache_dir": str(tmp_path / "cache"), "path": path}
+    uri = origin.as_uri()
+
+    def into(model: str, **more: Any) -> mx_cli.Received:
+        target = zeroed(expected)
+        received = mx_cli.pull_into(target, model, **options, **more)
+        assert_same(target, expected)
+        return received
+
+    with mx_cli.serve(expected, **settings(place)) as handle:
+        content = handle.identities["content"]
+        peers = {"peers": [handle.address], "origin": uri}
+        assert into(content, **peers).route == "peer"
+        fetched = into(content, routes=["cache", "origin"], origin=uri)
+        assert [(a.route, a.taken) for a in fetched.attempts] == [("cache", False), ("origin", True)]
+        assert fetched.route == "origin"
+        assert into(content, **peers).route == "peer"
+    cached = into(content, **peers)
+    assert [(a.route, a.taken) for a in cached.attempts] == [("peer", False), ("cache", True)]
+    assert cached.sources == {"cache": cached.bytes}
+    assert_same(mx_cli.pull(content, **options, **peers), expected)
+    assert into(uri).route == "cache"
+    cachecheck.check_clean(tmp_path / "cache")
+
+
+def test_a_tied_module_from_a_checkpoint_without_the_tied_name(place: Path, tmp_path: Path) -> None:
+    """A checkpoint keeps one of the names; the module's own tie fills the other."""
+    state = module().state_dict()
+    del state["head.weight"]
+    rows = {
+        name: ("I64" if tensor.dtype == torch.int64 else "F32", list(tensor.shape), raw(tensor))
+        for name, tensor in state.items()
+    }
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").write_bytes(safetensors_bytes(rows))
+    target = module(0)
+    received = mx_cli.pull_into(target, (tmp_path / "model").as_uri(), **settings(place))
+    assert_same(target.state_dict(), module().state_dict())
+    assert (received.route, received.parameters, received.buffers) == ("origin", 4, 1)
+    untied = module(0)
+    untied.head.weight = torch.nn.Parameter(torch.zeros(100, 16))
+    with pytest.raises(Incompatible, match=r"head\.weight"):
+        mx_cli.pull_into(untied, (tmp_path / "model").as_uri(), **settings(place))
+    with mx_cli.serve(module(), **settings(place)) as handle:
+        mx_cli.pull_into(untied, handle.identities["content"], peers=[handle.address], **settings(place))
+
+
+INTO_FILE = """
+import json, sys, torch, mx_cli
+model, path, cache, file, size, *peers = sys.argv[1:]
+target = {"w": torch.from_file(file, shared=True, size=int(size), dtype=torch.uint8), "small": torch.zeros(4)}
+print("begun", flush=True)
+received = mx_cli.pull_into(target, model, peers=peers, path=path, cache_dir=cache, routes=["peer"])
+print(json.dumps([received.bytes, received.sources]), flush=True)
+"""
+
+
+def test_l01_one_of_two_sources_is_killed(place: Path, tmp_path: Path, path: str) -> None:
+    """The reader is stopped once some of its target has come; then one source dies with reads of its open."""
+    size, text = 384 * MIB, "filled:384"
+    with tensor_source(place, text) as one, tensor_source(place, text) as other:
+        addresses = [each.peers[text]["address"] for each in (one, other)]
+        memory = shared_memory(tmp_path / "target", size)
+        arguments = [one.peers[text]["identities"]["content"], path, str(place / "cache")]
+        command = [sys.executable, "-c", INTO_FILE, *arguments, str(tmp_path / "target"), str(size), *addresses]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as reader:
+            assert reader.stdout is not None
+            assert reader.stdout.readline() == "begun\n"
+            eventually(lambda: any(memory[:: 4 * MIB]))
+            reader.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, reader.pid, os.WSTOPPED | os.WNOWAIT)
+            come = sum(memory[:: 4 * MIB]) * 4 * MIB
+            assert come < size - 64 * MIB, "it was stopped too late to lose anything"
+            before = metric(addresses[0], "bytes_served_total")
+            one.kill()
+            reader.send_signal(signal.SIGCONT)
+            moved, sources = json.loads(reader.stdout.readline())
+        assert reader.returncode == 0
+        assert moved == size + 16
+        assert sum(sources.values()) == moved
+        assert sources[addresses[1]] > 0
+        assert memory.find(b"\0") == -1
+        if path == "socket":
+            assert before + metric(addresses[1], "bytes_served_total") <= 1.1 * size
+
+
+def shared_memory(file: Path, size: int) -> mmap.mmap:
+    """A file of zeros, for another process to fill under our eyes."""
+    with file.open("w+b") as opened:
+        opened.truncate(size)
+        return mmap.mmap(opened.fileno(), size)
