@@ -8,9 +8,10 @@ import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from mx_cli.base import units
 from mx_cli.base.errors import (
     AccessDenied,
     Incompatible,
@@ -26,6 +27,7 @@ from mx_cli.engine.many import Bell, Member
 from mx_cli.flows import trust
 from mx_cli.flows.context import Context
 from mx_cli.flows.data_path import Wish, open_path
+from mx_cli.flows.refusals import SHOWN, Refusals, said
 from mx_cli.flows.serving import own_generations
 from mx_cli.model.holding import HOST, Holding
 from mx_cli.model.identity import KINDS, kind_of
@@ -38,7 +40,6 @@ DIALS = 16
 DIAL_TIMEOUT = 1.0
 MOST_SOURCES = 4
 LOOK_EVERY = 1.0
-SHOWN = 5
 MORE_PEERS = (
     "--wait DURATION waits longer for a slot; mx serve --max-readers N, or mx pull --then-serve, makes more of them"
 )
@@ -73,23 +74,6 @@ class Group:
 
     holding: Holding
     peers: list[Peer]
-
-
-@dataclass
-class Refusals:
-    """Why candidates were left out: {address: reason}.
-
-    `others`: identities that were met and are not wanted; `denied`: the last refusal of the secret.
-    """
-
-    reasons: dict[str, str] = field(default_factory=dict)
-    others: set[str] = field(default_factory=set)
-    denied: AccessDenied | None = None
-
-    def text(self) -> str:
-        rows = [_said(address, reason) for address, reason in list(self.reasons.items())[:SHOWN]]
-        more = len(self.reasons) - SHOWN
-        return "; ".join(rows) + (f"; and {more} more" if more > 0 else "")
 
 
 class Peering:
@@ -280,6 +264,7 @@ class Peering:
         settings = self._context.settings
         end = time.monotonic() + (settings.wait or settings.retry_for)
         asked: set[str] = set()
+        queued = False
         while True:
             pause = self._ask(self.group, asked, serving)
             granted = [peer for peer in self.group.peers if peer.grant][:MOST_SOURCES]
@@ -292,6 +277,11 @@ class Peering:
             left = end - time.monotonic()
             if left <= 0 or all(peer.reason for peer in self.group.peers):
                 raise self._unreadable()
+            if not queued:
+                queued = True
+                self._context.notice(
+                    f"no slot is free at {units.count(len(self.group.peers), 'peer')}; waiting for one"
+                )
             self._context.stop.wait(min(pause, left))
 
     def _tell(self) -> None:
@@ -302,7 +292,7 @@ class Peering:
 
     def _unreadable(self) -> MxError:
         assert self.group is not None
-        why = "; ".join(_said(peer.address, peer.reason or "no slot is free") for peer in self.group.peers[:SHOWN])
+        why = "; ".join(said(peer.address, peer.reason or "no slot is free") for peer in self.group.peers[:SHOWN])
         what = f"no peer could be read ({why})"
         return MissingCapability(what, hint=self._lacking.hint) if self._lacking else NoPeer(what, hint=MORE_PEERS)
 
@@ -376,11 +366,6 @@ class Peering:
                 raise
             if facts.get("version") != holding.version or facts.get("manifest") != holding.digest:
                 raise IntegrityError(f"{peer.address}: the weights changed while they were read")
-
-
-def _said(address: str, reason: str) -> str:
-    """The reason with its address, which many errors name themselves."""
-    return reason if reason.startswith(address) else f"{address}: {reason}"
 
 
 def _named(address: str) -> tuple[str, int]:

@@ -316,7 +316,8 @@ def test_one_slot_and_a_queue(hosts: Hosts, large: Path, tmp_path: Path) -> None
         none = hosts(*pull, tmp_path / "2", "--wait", "100ms", host="c").exits(18)
         assert "no slot" in none.err
         second = hosts.start(*pull, tmp_path / "2", "--wait", "60s", host="c")
-        eventually(lambda: served.metrics()["queue"] == 1)
+        second.wait_err("^no slot is free at 1 peer; waiting for one")
+        assert served.metrics()["queue"] == 1
         relay.go()
         first.wait().ok()
         second.wait().ok()

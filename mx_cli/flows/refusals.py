@@ -1,0 +1,31 @@
+"""Why peers were left out of a search."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mx_cli.base.errors import AccessDenied
+
+SHOWN = 5
+
+
+@dataclass
+class Refusals:
+    """Why candidates were left out: {address: reason}.
+
+    `others`: identities that were met and are not wanted; `denied`: the last refusal of the secret.
+    """
+
+    reasons: dict[str, str] = field(default_factory=dict)
+    others: set[str] = field(default_factory=set)
+    denied: AccessDenied | None = None
+
+    def text(self) -> str:
+        rows = [said(address, reason) for address, reason in list(self.reasons.items())[:SHOWN]]
+        more = len(self.reasons) - SHOWN
+        return "; ".join(rows) + (f"; and {more} more" if more > 0 else "")
+
+
+def said(address: str, reason: str) -> str:
+    """The reason with its address, which many errors name themselves."""
+    return reason if reason.startswith(address) else f"{address}: {reason}"
