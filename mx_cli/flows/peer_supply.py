@@ -50,11 +50,11 @@ class FromPeers:
         self.reason = ""
 
     def listing(self, revision: str | None, stop: Stop) -> Listing:
-        """The peers' where they can be asked, at first; the second time the origin's: the peers lacked something."""
+        """The peers' where they can be asked, at first; the second time the origin's: the peers lack a part."""
         wanted = revision or self.revision
         if self._asked:
-            self._leave_peers("they do not have all that is wanted")
-            return self._from_origin(wanted or None, stop)
+            self.reason = "they do not have all that is wanted"
+            return self._vouched(self._from_origin(wanted or None, stop))
         if not is_immutable(self.uri, wanted):
             if self._origin is None:
                 raise UsageError(

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import xxhash
 
-from mx_cli.base.errors import IntegrityError, MxError, TransportFailed
+from mx_cli.base.errors import IntegrityError, MxError, NotFound, TransportFailed
 from mx_cli.base.oserrors import explain
 from mx_cli.engine.buffers import at_address, write_at
 from mx_cli.engine.ports import Block, Done, File, Host, Memory, ReadItem, SourceCaps
@@ -51,6 +51,7 @@ class PeerSource(Threads):
         super().__init__(ring)
         self.name = name
         self._holding, self._path, self._failure = holding, path, failure
+        self._files = frozenset(record.path for record in holding.manifest.files)
         self._closing = threading.Lock()
         self._closed = False
 
@@ -89,6 +90,8 @@ class PeerSource(Threads):
 
     def _bring(self, flight: Flight) -> tuple[Block, ...]:
         item, dest = flight.item, flight.dest
+        if item.entry.path not in self._files:
+            raise NotFound(f"{item.entry.path}: {self.name} does not have it")
         if item.length is None:
             raise TransportFailed(f"{item.entry.path}: a peer's files have a size")
         if item.length == 0:

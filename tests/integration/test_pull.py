@@ -375,3 +375,35 @@ def test_identities_agree_and_the_origin_may_be_away(
 
 def ids(result: Result) -> dict[str, str]:
     return {row["kind"]: row["id"] for row in result.ok().json()["identities"]}
+
+
+def test_a_complete_snapshot_wins_before_any_peer(hosts: Hosts, hub: servers.Hub) -> None:
+    revision = hub.commit(checkpoint_files())
+    hosts("prefetch", hub.uri, host="a", env=hub.env).ok()
+    served = hosts.serve(hub.uri, host="a", env=hub.env)
+    command = ("prefetch", hub.uri, "--revision", revision, "--from", "peer", "--json")
+    assert hosts(*command, host="b", env=hub.env).ok().json()["role"] == "leader"
+    assert served.metrics()["grants_total"] == 1
+    assert hosts(*command, host="b", env=hub.env).ok().json()["role"] == "hit"
+    assert served.metrics()["grants_total"] == 1
+
+
+def test_a_peer_that_has_a_part(hosts: Hosts, hub: servers.Hub) -> None:
+    """What it lacks, and only that, comes from the origin."""
+    files = {**checkpoint_files(), "original/consolidated.safetensors": b"\x02\0\0\0\0\0\0\0{}"}
+    revision = hub.commit(files)
+    hosts("prefetch", hub.uri, host="a", env=hub.env).ok()
+    served = hosts.serve(hub.uri, host="a", env=hub.env)
+    hub.reset()
+    command = ("prefetch", hub.uri, "--revision", revision, "--all", "--json", *FROM_PEERS)
+    result = hosts(*command, host="b", env=hub.env).ok().json()
+    assert {name: (Path(result["dir"]) / name).read_bytes() for name in files} == files
+    assert 0 < bodies(hub) < 10_000
+    assert served.metrics()["bytes_served_total"] > 2 * MIB
+
+
+def test_the_port_of_then_serve_is_taken_before_anything_is_pulled(hosts: Hosts, model: Path) -> None:
+    served = hosts.serve(model)
+    taken = hosts("pull", served.content, "--then-serve", "--listen", served.address, host="b").exits(2)
+    assert served.address.rpartition(":")[2] in taken.err
+    assert served.metrics()["grants_total"] == 0
