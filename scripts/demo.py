@@ -1,11 +1,13 @@
-"""scripts/demo, once the environment is there: a store, three downloaders, a kill -9, and what is left afterwards."""
+"""scripts/demo, once the environment is there: three downloaders and two peers, a kill -9 for each, and what is left."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import queue
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -13,12 +15,13 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.rig import checkpoints, servers
+from tests.rig import checkpoints, servers, serving
 from tests.support import clean_env
 
 SIZE = 64 << 20
 BANDWIDTH = "16MiB"
 KILL_AFTER = 40  # per cent
+EACH_GIVES = 8 << 20  # bytes that a peer has given when one of them is killed
 DEADLINE = 60.0  # seconds
 
 
@@ -32,9 +35,11 @@ class Demo:
     def __init__(self, place: Path, s3: servers.S3) -> None:
         self.s3 = s3
         self._names = {str(place / "cache"): "$MX_CACHE_DIR", str(place): "$DEMO", s3.endpoint: "http://store"}
-        (place / "home").mkdir()
+        for name in ("home", "run"):
+            (place / name).mkdir(mode=0o700)
         extra = {"MX_MAX_BANDWIDTH": BANDWIDTH, "MX_PROGRESS_EVERY": "1s", "MX_STALL_TIMEOUT": "60s", "MX_TTL": "20s"}
-        self.env = clean_env(place / "home", place / "cache", {**s3.env, **extra, "MX_NODE_NAME": "demo"})
+        extra |= {"MX_NODE_NAME": "demo", "XDG_RUNTIME_DIR": str(place / "run")}
+        self.env = clean_env(place / "home", place / "cache", {**s3.env, **extra})
 
     def mx(self, *arguments: str, expect: int = 0) -> str:
         """Run `mx ARGUMENTS…`, show both streams; its stdout."""
@@ -48,6 +53,10 @@ class Demo:
 
     def command(self, *arguments: str) -> list[str]:
         return [sys.executable, "-m", "mx_cli", *arguments]
+
+    def name(self, long: str, name: str) -> None:
+        """Show `name` for `long` from now on."""
+        self._names[long] = name
 
     def short(self, text: str) -> str:
         """The text without what is long and different each time."""
@@ -129,6 +138,70 @@ def race(demo: Demo) -> str:
     return places.pop()
 
 
+@contextlib.contextmanager
+def peer(demo: Demo, directory: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that begins to hold the directory's files in memory."""
+    command = demo.command("serve", directory, "--device", "cpu", "--quiet")
+    process = subprocess.Popen(
+        command, env=demo.env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def address_of(process: subprocess.Popen[str]) -> str:
+    """Where a peer answers, once it is ready."""
+    ready = process.stdout.readline() if process.stdout else ""
+    if not ready:
+        raise Broken(f"mx serve exited {process.wait(DEADLINE)}")
+    return str(json.loads(ready)["address"])
+
+
+def pull_from_two(demo: Demo, place: Path, original: Path, directory: str, identity: str) -> None:
+    """Two peers hold the same weights; a pull from both goes on when one is killed part-way."""
+    print(f"\n$ mx serve {demo.short(directory)} --device cpu        twice: d, e", flush=True)
+    with contextlib.ExitStack() as stack:
+        killed, left = (stack.enter_context(peer(demo, directory)) for _ in "de")
+        addresses = [address_of(killed), address_of(left)]
+        for address, name in zip(addresses, "de", strict=True):
+            demo.name(address, name)
+        demo.mx("peers")
+        demo.mx("pull", identity, "--to", str(place / "f"))
+        # Pulls of this size take a moment. Relays that hold their breath make it certain that both peers are being read.
+        relays = [stack.enter_context(serving.slow(address, EACH_GIVES)) for address in addresses]
+        for relay, name in zip(relays, "de", strict=True):
+            demo.name(relay.address, name)
+        arguments = ["pull", identity, "--to", str(place / "g"), "--path", "socket"]
+        arguments += [word for relay in relays for word in ("--peer", relay.address)]
+        print(f"\n$ mx {' '.join(demo.short(word) for word in arguments)}", flush=True)
+        puller = subprocess.Popen(
+            demo.command(*arguments), env=demo.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        stack.callback(puller.kill)
+        for relay in relays:
+            relay.wait_full(DEADLINE)
+        killed.kill()
+        killed.wait()
+        print(
+            f"  --- kill -9 d, one of two peers: each has given {EACH_GIVES >> 20} of {SIZE >> 20} MiB ---", flush=True
+        )
+        for relay in relays:
+            relay.go()
+        said, _ = puller.communicate(timeout=DEADLINE)
+        print("".join(f"  {demo.short(line)}\n" for line in said.splitlines()), end="", flush=True)
+        if puller.returncode != 0 or f"{relays[0].address} is left" not in said:
+            raise Broken(f"the pull should have left d and gone on with e (exit code {puller.returncode})")
+        if any(checkpoints.tree(place / name) != checkpoints.tree(original) for name in "fg"):
+            raise Broken("what was pulled is not the checkpoint")
+        print("  the pull went on with e alone; each file, also of what d had given, is the checkpoint's", flush=True)
+        left.send_signal(signal.SIGTERM)
+        if left.wait(DEADLINE) != 128 + signal.SIGTERM:
+            raise Broken("a peer that is told to stop should have said so")
+
+
 def show(place: Path) -> None:
     with servers.hadro(place) as server:
         s3 = dataclasses.replace(server, bucket="models")
@@ -147,6 +220,7 @@ def show(place: Path) -> None:
         identity = demo.mx("hash", directory)
         if demo.mx("hash", str(original)) != identity:
             raise Broken("the original and the snapshot should have one identity")
+        pull_from_two(demo, place, original, directory, identity)
 
 
 def main() -> int:
@@ -156,7 +230,10 @@ def main() -> int:
         except Broken as broken:
             print(f"\ndemo: FAILED: {broken}")
             return 1
-    print("\ndemo: all of it held: one download for all, a killed leader replaced, every byte verified")
+    print(
+        "\ndemo: all of it held: one download for all, a killed leader replaced, a killed peer's part read from another, "
+        "every byte verified"
+    )
     return 0
 
 
