@@ -73,7 +73,7 @@ class Session:
             body()
             code = self._end()
         except MxError as error:
-            code = self._fail(error)
+            code = self._fail(self._reason(error))
         except BrokenPipeError:
             code = 128 + signal.SIGPIPE
         except ImportError as error:
@@ -84,6 +84,11 @@ class Session:
         except Exception as error:  # noqa: BLE001 - the last place where a bug can still be explained
             code = self._fail(MxError(f"a bug in mx: {type(error).__name__}: {error}"), error)
         finish(code)
+
+    def _reason(self, error: MxError) -> MxError:
+        """What a command that was told to stop breaks off fails, each thing in its own way: the reason is why it ends."""
+        stop = getattr(self, "stop", None)
+        return (stop.reason if stop else None) or error
 
     def _begin(self) -> None:
         from mx_cli.cli.render import Renderer

@@ -39,7 +39,7 @@ MOST_WRONG = 3
 class Member:
     """One of the sources. A `reserve` (the origin) is asked only for what no other member can give.
 
-    `silence`: seconds without a finished read after which the member has failed. `failure` says why it did; `wrong`
+    `silence`: seconds in which no byte of its reads came, after which the member has failed. `failure` says why it did; `wrong`
     counts its pieces with wrong bytes.
     """
 
@@ -52,6 +52,7 @@ class Member:
     wrong: int = 0
     flights: dict[ReadItem, _Job] = field(default_factory=dict)
     moved_at: float = field(default_factory=time.monotonic)
+    moved: int = 0
 
     @property
     def alive(self) -> bool:
@@ -222,7 +223,13 @@ class Many:
     # -- failing a source ----------------------------------------------------------------------------------------
 
     def _look_for_silence(self, member: Member, now: float) -> None:
-        if member.flights and now - member.moved_at > member.silence:
+        if not member.flights or now - member.moved_at <= member.silence / 4:
+            return
+        # Blocks of a slow network take longer than the silence of one that is gone.
+        moved = sum(member.source.moved(item) or 0 for item in member.flights)
+        if moved != member.moved:
+            member.moved, member.moved_at = moved, now
+        elif now - member.moved_at > member.silence:
             self._fail(member, TransportFailed(f"no verified byte for {member.silence:g} s"))
 
     def _fail(self, member: Member, error: MxError) -> None:

@@ -75,25 +75,26 @@ class Socket:
         flight.attach(stream)
         try:
             if len(dest.parts) == 1 and dest.put is None:
-                self._fill(stream, at_address(dest.parts[0][2], end - begin), item)
+                self._fill(stream, at_address(dest.parts[0][2], end - begin), item, flight)
                 return
             address = self.buffer()
             try:
                 view = at_address(address, end - begin)
-                self._fill(stream, view, item)
+                self._fill(stream, view, item, flight)
                 scatter(dest, begin, view)
             finally:
                 self.give_back(address)
         finally:
             stream.close()
 
-    def _fill(self, stream: Stream, view: memoryview, item: ReadItem) -> None:
+    def _fill(self, stream: Stream, view: memoryview, item: ReadItem, flight: Flight) -> None:
         filled = 0
         while filled < len(view):
             count = stream.read_into(view[filled:])
             if count == 0:
                 raise TransportFailed(f"{item.entry.path}: the peer's answer ended {len(view) - filled} bytes early")
             filled += count
+            flight.moved += count
 
     def buffer(self) -> int:
         return self._buffers.take()
@@ -152,6 +153,7 @@ class NixlRead:
         try:
             for devices, local, remote in self._runs(item, dest):
                 self._move(self._agent.read(self._peer, local, remote, devices), item, flight)
+                flight.moved += int(local[:, 1].sum())
         finally:
             with self._left:
                 self._inside -= 1
@@ -159,6 +161,22 @@ class NixlRead:
 
     def _runs(self, item: ReadItem, dest: Memory) -> list[tuple[tuple[int, int], Any, Any]]:
         """The runs to copy, (devices, own rows, the peer's rows), one group for each kind of the peer's memory."""
+        import numpy as np
+
+        from mx_cli.transport.nixl import rows
+
+        if not dest.parts:
+            return []
+        parts = np.array(dest.parts, np.uint64)
+        first, last = item.offset + int(parts[0, 0]), item.offset + int(parts[-1, 0] + parts[-1, 1])
+        extents = self._extents.within(item.entry.path, first, last)
+        if len(extents) == 1 and (extents[0].offset, extents[0].end) == (first, last):
+            theirs = parts[:, 0] - parts[0, 0] + np.uint64(extents[0].address)
+            devices = dest.device, extents[0].device
+            return [(devices, rows(parts[:, 2], parts[:, 1], devices[0]), rows(theirs, parts[:, 1], devices[1]))]
+        return self._runs_of_each_part(item, dest)
+
+    def _runs_of_each_part(self, item: ReadItem, dest: Memory) -> list[tuple[tuple[int, int], Any, Any]]:
         from mx_cli.transport.nixl import rows
 
         found: dict[int, tuple[list[int], list[int], list[int]]] = {}

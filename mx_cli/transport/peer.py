@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import xxhash
@@ -100,7 +100,6 @@ class PeerSource(Threads):
             self._path.bring(item, dest, flight)
             if dest.device == HOST:
                 self._verify(item, dest)
-            flight.moved = item.length
             return (Block(item.offset, item.length, b""),)
         return tuple(
             block
@@ -118,7 +117,6 @@ class PeerSource(Threads):
             self._verify(item, memory)
             view = at_address(address, length)
             _place(dest, at, view)
-            flight.moved += length
             return _blocks(item, view)
         finally:
             self._path.give_back(address)
@@ -126,24 +124,42 @@ class PeerSource(Threads):
     def _verify(self, item: ReadItem, memory: Memory) -> None:
         """Compare every block that lies whole in the item with the digest that the peer published."""
         assert item.end is not None
-        checks = self._holding.checks_within(item.entry.path, item.offset, item.end)
+        checks, whole, spans = _covered(
+            self._holding.checks_within(item.entry.path, item.offset, item.end), item, memory
+        )
         digest = xxhash.xxh3_128_hexdigest
-        at = 0
-        for offset, length, address in memory.parts:
-            start, end = item.offset + offset, item.offset + offset + length
-            view = at_address(address, length)
-            while at < len(checks) and checks[at].offset < end:
-                check = checks[at]
-                at += 1
-                if check.offset >= start and check.offset + check.length <= end:
-                    begin = check.offset - start
-                    found = digest(view[begin : begin + check.length])
-                    if found != check.expected:
-                        raise self._wrong(check, found)
+        found = [digest(whole[begin:end]) for begin, end in spans]
+        if found != [check.expected for check in checks]:
+            raise next(
+                self._wrong(check, one) for check, one in zip(checks, found, strict=True) if one != check.expected
+            )
 
     def _wrong(self, check: Check, found: str) -> IntegrityError:
         where = f"tensor {check.tensor}, block {check.block}"
         return IntegrityError(f"wrong bytes from {self.name} ({where}: expected {check.expected}, observed {found})")
+
+
+def _covered(
+    checks: Sequence[Check], item: ReadItem, memory: Memory
+) -> tuple[list[Check], memoryview, list[tuple[int, int]]]:
+    """The checks whose bytes lie whole in one part, a view of all parts and what lies between, and where they are in it."""
+    base = min((address for _, _, address in memory.parts), default=0)
+    top = max((address + length for _, length, address in memory.parts), default=0)
+    found: list[Check] = []
+    spans: list[tuple[int, int]] = []
+    at, count = 0, len(checks)
+    for offset, length, address in memory.parts:
+        start = item.offset + offset
+        end, shift = start + length, address - start - base
+        while at < count and checks[at].offset < end:
+            check = checks[at]
+            at += 1
+            last = check.offset + check.length
+            if check.offset >= start and last <= end:
+                found.append(check)
+                spans.append((check.offset + shift, last + shift))
+    # Only the spans of it are touched: a view of each part costs more than the digest of a small block.
+    return found, at_address(base, top - base), spans
 
 
 def _place(dest: File | Host, at: int, view: memoryview) -> None:
