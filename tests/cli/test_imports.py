@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.rig import servers
-from tests.support import Mx, clean_env, make_checkpoint
+from tests.rig.serving import Hosts
+from tests.support import Mx, capability, clean_env, make_checkpoint, tree
 
 HEAVY = [
     "torch",
@@ -32,6 +34,8 @@ HEAVY = [
     "ssl",
 ]
 PEERS = {"torch", "nixl", "safetensors", "vllm"}
+EXTRA = ("torch", "nixl", "nixl_cu12", "nixl_cu13", "safetensors", "numpy")
+"""What only the optional extra [peer] brings."""
 
 
 def loaded(mx: Mx, *arguments: str | Path, env: dict[str, str] | None = None) -> set[str]:
@@ -53,7 +57,10 @@ def heavy(modules: set[str], names: list[str] | set[str]) -> set[str]:
     return {module for module in modules for name in names if module == name or module.startswith(name + ".")}
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["prefetch", "--help"], ["--version"]], ids=" ".join)
+HELP = [["--help"], ["-h"], ["prefetch", "--help"], ["serve", "--help"], ["pull", "--help"], ["--version"]]
+
+
+@pytest.mark.parametrize("arguments", HELP, ids=" ".join)
 def test_x05_help_is_light(mx: Mx, arguments: list[str]) -> None:
     modules = loaded(mx, *arguments)
     assert "mx_cli.cli.app" in modules
@@ -85,11 +92,12 @@ def test_x05_prefetch_loads_what_its_origin_needs(
 
 BLOCKER = """
 import sys
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {blocked!r}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-sys.meta_path.insert(0, Blocker())
+from importlib.machinery import PathFinder
+class Blind(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in {blocked!r} else super().find_spec(name, path, target)
+sys.meta_path[:] = [Blind if finder is PathFinder else finder for finder in sys.meta_path]
 """
 
 
@@ -120,3 +128,67 @@ def test_x05_a_missing_package_is_named(mx: Mx, tmp_path: Path, package: str, ur
     assert package in result.err
     assert "pip install" in result.err
     assert "Traceback" not in result.err
+
+
+def test_x05_peers_without_the_extra(mx: Mx, tmp_path: Path) -> None:
+    """From disk, to another host's cache and to a directory; whoever looks needs the extra even less."""
+    hosts, env = Hosts(mx, tmp_path), without(tmp_path, *EXTRA)
+    model = make_checkpoint(tmp_path / "model", shards=2, size=100_000)
+    served = hosts.serve(model, "--device", "file", host="a", env=env)
+    assert served.ready["paths"] == ["socket"]
+    arguments = ["--revision", served.ready["revision"], "--from", "peer"]
+    fetched = hosts("prefetch", model, *arguments, "--json", host="b", env=env).ok().json()
+    assert fetched["bytes_fetched"] == sum(path.stat().st_size for path in model.rglob("*") if path.is_file())
+    hosts("pull", served.content, "--to", tmp_path / "pulled", host="c", env=env).ok()
+    assert tree(Path(fetched["dir"])) == tree(tmp_path / "pulled") == tree(model)
+    for looking in (["hash", model], ["cache", "ls"], ["cache", "verify"], ["status"], ["peers", "--probe"]):
+        assert "Traceback" not in hosts(*looking, host="b", env=env).ok().err
+    stopped = served.stop()
+    assert (stopped.code, "warning" in stopped.err) == (143, False)
+
+
+def test_x05_memory_is_served_by_sockets_without_nixl_and_says_so(mx: Mx, tmp_path: Path) -> None:
+    hosts, env = Hosts(mx, tmp_path), without(tmp_path, *EXTRA)
+    model = make_checkpoint(tmp_path / "model", shards=1, size=100_000)
+    served = hosts.serve(model, "--device", "cpu", env=env)
+    assert served.ready["paths"] == ["socket"]
+    warning = served.running.wait_err(r"^warning: .*").group()
+    assert "nixl" in warning
+    assert "pip install 'mx-cli[peer]'" in warning
+    hosts("pull", served.content, "--to", tmp_path / "pulled", env=env).ok()
+    assert tree(tmp_path / "pulled") == tree(model)
+    wanted = hosts("pull", served.content, "--to", tmp_path / "no", "--path", "nixl-read", env=env).exits(20)
+    assert "path nixl-read is wanted, and cannot be had" in wanted.err
+
+
+def test_x05_a_gpu_without_torch_is_20(mx: Mx, tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", shards=1, size=100_000)
+    refused = mx("serve", model, "--device", "cuda", env=without(tmp_path, *EXTRA)).exits(20)
+    assert "the package torch is missing" in refused.err
+    assert "mx-cli[peer]" in refused.err
+
+
+@capability("openssl")
+def test_x05_a_certificate_needs_cryptography_or_openssl(mx: Mx, tmp_path: Path) -> None:
+    hosts, env = Hosts(mx, tmp_path), without(tmp_path, *EXTRA, "cryptography")
+    model = make_checkpoint(tmp_path / "model", shards=1, size=100_000)
+    served = hosts.serve(model, env=env)
+    hosts("pull", served.content, "--to", tmp_path / "pulled", env=env).ok()
+    assert tree(tmp_path / "pulled") == tree(model)
+    nothing = hosts("serve", model, env={**env, "PATH": tmp_path / "empty"}).exits(20)
+    assert "cryptography" in nothing.err
+    assert "mx-cli[peer]" in nothing.err
+    assert "--tls-cert" in nothing.err
+
+
+@pytest.mark.parametrize("call", ["serve({})", "pull('mx1c-' + 32 * '0')", "pull_into({}, 'mx1c-' + 32 * '0')"])
+def test_x05_python_without_torch_names_it(mx: Mx, tmp_path: Path, call: str) -> None:
+    program = (
+        "import json, mx_cli\n"
+        f"try:\n    mx_cli.{call}\n"
+        "except Exception as error:\n    print(json.dumps([type(error).__name__, str(error), error.hint]))\n"
+    )
+    env = clean_env(mx.home, mx.cache, without(tmp_path, *EXTRA))
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60)
+    name, what, hint = json.loads(done.stdout)
+    assert (name, "torch" in what, hint) == ("MissingCapability", True, "pip install 'mx-cli[peer]'")
