@@ -146,9 +146,10 @@ def complete_in_zsh(place: Path, line: str, quiet: float) -> str:
         os.chdir(place / "work")
         os.execvpe("zsh", ["zsh", "-f", "-i"], env)
     try:
-        setup = f"PROMPT='READY> '; fpath=({place} $fpath); autoload -U compinit; compinit -u -D; setopt nobeep autolist; echo SET''UP"
+        setup = f"fpath=({place} $fpath); autoload -U compinit; compinit -u -D; setopt nobeep autolist; PROMPT='REA''DY> '"
         os.write(terminal, setup.encode() + b"\n")
-        read_until(terminal, "SETUP", 20)
+        # What is typed before the prompt, the terminal takes and not zsh: its ^D is another one.
+        read_until(terminal, "READY> ", 20)
         # ^D at the end of the line lists what is possible; a space cannot be typed ahead of the prompt by mistake.
         os.write(terminal, f"mx {line}\x04".encode())
         time_out = 10.0
