@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -72,6 +73,8 @@ def first(
             attempts.append(Attempt(name, False, error.what))
             say(attempts[-1])
             errors.append(error)
+            # It refers to the memory that was meant for weights, and the next route needs as much.
+            traceback.clear_frames(error.__traceback__)
             continue
         attempts.append(Attempt(name, True, taken.reason))
         say(attempts[-1])
