@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from mx_cli.model.holding import HOST, Alias, Extent, size_of
 
 FILE = "model.safetensors"
+ALIGN = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,8 @@ def synthesize(tensors: Iterable[Run]) -> Synthetic:
         entries[run.name] = {"dtype": run.dtype, "shape": list(run.shape), "data_offsets": [at, at + run.size]}
         at += run.size
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    # Whatever lies aligned in memory does so in the file.
+    text += b" " * (-(len(text) + 8) % ALIGN)
     header = len(text).to_bytes(8, "little") + text
     starts, at = {}, len(header)
     for run in runs:
