@@ -11,7 +11,7 @@ from mx_cli.discovery.registry import open_directory
 from mx_cli.flows.context import Context
 from mx_cli.flows.hash import CHECKPOINT
 from mx_cli.flows.hash_anything import hash_anything
-from mx_cli.model.identity import KINDS, Identity, kind_of
+from mx_cli.model.identity import KINDS, Identity, kind_of, refuse_part
 from mx_cli.model.record import Record, Sighting
 
 SHORT = 8
@@ -82,6 +82,7 @@ def short(identity: str) -> str:
 
 def _wanted(context: Context, wanted: str) -> tuple[dict[str, str], Identity | None]:
     """(kind -> identity, the full origin identity where it is known) of weights."""
+    refuse_part(wanted)
     if kind := kind_of(wanted):
         ids, origin = {kind: wanted}, None
     else:

@@ -120,11 +120,7 @@ class Pull:
         unknown = [name for name in request.routes if name not in route.NAMES]
         if unknown or not request.routes:
             raise UsageError(f"not a route (--route {','.join(unknown)}: expected {', '.join(route.NAMES)})")
-        if not kind_of(request.model) and request.model.startswith(tuple(identity.KINDS.values())):
-            raise UsageError(
-                f"not a whole identity ({request.model}: expected 32 hexadecimal digits after the dash)",
-                hint="mx hash MODEL prints it, and mx peers --json",
-            )
+        identity.refuse_part(request.model)
         self._uri = "" if kind_of(request.model) or is_local(request.model) else request.model
         if kind_of(request.model) == "config":
             raise UsageError(f"{request.model} identifies a configuration, no weights", hint="mx hash MODEL")

@@ -108,6 +108,15 @@ def kind_of(text: str) -> str | None:
     return None
 
 
+def refuse_part(text: str) -> None:
+    """Raises UsageError for a piece of an identity, as tables show them."""
+    if kind_of(text) is None and text.startswith(tuple(KINDS.values())):
+        raise UsageError(
+            f"not a whole identity ({text}: expected 32 hexadecimal digits after the dash)",
+            hint="mx hash MODEL prints it, and mx peers --json",
+        )
+
+
 def strongest(identities: Iterable[Identity]) -> Identity:
     """The one to print: content before origin before config."""
     return min(identities, key=lambda identity: list(KINDS).index(identity.kind))

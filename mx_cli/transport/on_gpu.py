@@ -21,7 +21,7 @@ def require(index: int) -> Any:
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         raise MissingCapability(
-            f"no such GPU (--device cuda:{index}: {count} are here)", hint="--device cpu serves from host memory"
+            f"no such GPU (--device cuda:{index}: torch sees {count})", hint="--device cpu serves from host memory"
         )
     return torch
 
