@@ -1,4 +1,4 @@
-"""Connections: opened through urllib3 where TLS or a proxy is in play, kept idle for reuse, and what it means when one does not open."""
+"""Connections: opened through urllib3 where a proxy is in play, kept idle for reuse, and what it means when one does not open."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ import socket
 import ssl
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from urllib.request import proxy_bypass_environment  # type: ignore[attr-defined]
 
 from mx_cli.base import redact
 from mx_cli.base.config import Settings
 from mx_cli.base.errors import AccessDenied, MxError, Unreachable, UsageError
+from mx_cli.base.tls_stream import TlsStream
 from mx_cli.sources.wire import Head, Wire
-
-if TYPE_CHECKING:
-    from urllib3.connection import HTTPConnection
 
 CERTIFICATE_HINT = (
     "trust the CA with --ca-bundle FILE, MX_CA_BUNDLE, SSL_CERT_FILE, REQUESTS_CA_BUNDLE or AWS_CA_BUNDLE"
@@ -65,28 +62,20 @@ class Connections:
             raise self._explain(shown, cause if isinstance(cause, OSError) else error) from None
         return Wire(sock, place, self._settings.stall_timeout)
 
-    def _opened(self, scheme: str, host: str, port: int, proxy: str | None) -> socket.socket:
-        if scheme == "http" and not proxy:
-            return socket.create_connection((host, port), self._settings.connect_timeout)
-        from urllib3.connection import HTTPConnection, HTTPSConnection
-
-        timeout = self._settings.connect_timeout
-        far = urlsplit(proxy) if proxy else None
-        to_host, to_port = (far.hostname or "", far.port or 3128) if far else (host, port)
-        connection: HTTPConnection
-        if scheme == "https":
-            connection = HTTPSConnection(
-                to_host,
-                to_port,
-                timeout=timeout,
-                ssl_context=self._ssl(),
-                server_hostname=host,
-                assert_hostname=False if self._settings.insecure else None,
-            )
-            if proxy:
-                connection.set_tunnel(host, port, headers=_proxy_authorization(proxy))
+    def _opened(self, scheme: str, host: str, port: int, proxy: str | None) -> socket.socket | TlsStream:
+        if proxy:
+            sock = self._to_proxy(scheme, host, port, proxy)
         else:
-            connection = HTTPConnection(to_host, to_port, timeout=timeout)
+            sock = socket.create_connection((host, port), self._settings.connect_timeout)
+        return TlsStream(sock, self._ssl(), host.rstrip(".")) if scheme == "https" else sock
+
+    def _to_proxy(self, scheme: str, host: str, port: int, proxy: str) -> socket.socket:
+        from urllib3.connection import HTTPConnection
+
+        far = urlsplit(proxy)
+        connection = HTTPConnection(far.hostname or "", far.port or 3128, timeout=self._settings.connect_timeout)
+        if scheme == "https":
+            connection.set_tunnel(host, port, headers=_proxy_authorization(proxy))
         connection.connect()
         sock: socket.socket = connection.sock
         connection.sock = None

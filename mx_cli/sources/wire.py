@@ -1,6 +1,6 @@
 """HTTP/1.1 on a socket: one request, one answer, the body straight into the caller's buffer.
 
-urllib3 opens the connection (proxies, TLS); from there on the bytes pass no further Python layer. Only what mx needs:
+The bytes pass no other Python layer. Only what mx needs:
 GET and HEAD, identity encoding, Content-Length, chunked and close-delimited bodies (RFC 9112).
 """
 
@@ -10,13 +10,13 @@ import contextlib
 import errno
 import re
 import socket
-import ssl
 import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from mx_cli.base.errors import Unreachable
+from mx_cli.base.tls_stream import TlsStream
 
 HEAD_LIMIT = 64 << 10
 _CHUNK_LINE_LIMIT = 4096
@@ -52,24 +52,20 @@ class Head:
 class Wire:
     """A connection to one server. One request at a time; `close` may come from another thread."""
 
-    def __init__(self, sock: socket.socket, name: str, idle_limit: float) -> None:
+    def __init__(self, sock: socket.socket | TlsStream, name: str, idle_limit: float) -> None:
         self.sock = sock
         self.name = name
-        self.tls = isinstance(sock, ssl.SSLSocket)
+        self.tls = isinstance(sock, TlsStream)
         self.used = False
         self.idle_limit = idle_limit
         self._closed = False
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         tick = min(_TICK, idle_limit)
-        if isinstance(sock, ssl.SSLSocket):
-            # With a kernel time-out a blocking SSLSocket reads for ever; with one of its own it tries before it waits.
-            sock.settimeout(tick)
-            sock.suppress_ragged_eofs = False  # type: ignore[attr-defined]
-            return
+        plain = sock.sock if isinstance(sock, TlsStream) else sock
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # A blocking socket with a kernel time-out: no poll(2) before each recv(2), and MSG_WAITALL works.
-        sock.settimeout(None)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(tick), int(tick % 1 * 1e6)))
-        sock.setsockopt(
+        plain.settimeout(None)
+        plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(tick), int(tick % 1 * 1e6)))
+        plain.setsockopt(
             socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(idle_limit), int(idle_limit % 1 * 1e6))
         )
 
@@ -79,7 +75,7 @@ class Wire:
         while True:
             try:
                 return receive()
-            except (BlockingIOError, ssl.SSLWantReadError, TimeoutError) as error:
+            except (BlockingIOError, TimeoutError) as error:
                 if self._closed:
                     raise ConnectionAbortedError("given up") from None
                 if error.errno == errno.ETIMEDOUT:
@@ -127,7 +123,7 @@ class Wire:
 
     def some(self) -> bytes:
         """At least one byte, or none at the end. Raises OSError."""
-        buffer = bytearray(HEAD_LIMIT)
+        buffer = memoryview(bytearray(HEAD_LIMIT))
         return bytes(buffer[: self.receive(lambda: self.sock.recv_into(buffer))])
 
     @property
@@ -138,8 +134,11 @@ class Wire:
     def shutdown(self) -> None:
         """Wake whoever is blocked on the socket. Any thread, more than once."""
         self._closed = True
-        with contextlib.suppress(OSError, ValueError):
-            self.sock.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):
+            if isinstance(self.sock, TlsStream):
+                self.sock.shutdown()
+            else:
+                self.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self.shutdown()
@@ -187,23 +186,9 @@ class Body:
             self.rest = self.rest[count:]
             return count
         sock = self.wire.sock
-        if isinstance(sock, ssl.SSLSocket):
-            return self._take_tls(sock, view)
+        if isinstance(sock, TlsStream):
+            return self.wire.receive(lambda: sock.fill(view))
         return self.wire.receive(lambda: sock.recv_into(view, len(view), socket.MSG_WAITALL))
-
-    def _take_tls(self, sock: ssl.SSLSocket, view: memoryview) -> int:
-        # A record holds 16 KiB; asking again at once saves the caller's overhead for each.
-        read = sock.read
-        done = self.wire.receive(lambda: int(read(len(view), view)))
-        while 0 < done < len(view):
-            try:
-                count = int(read(len(view) - done, view[done:]))
-            except (ssl.SSLWantReadError, TimeoutError):
-                break
-            if not count:
-                break
-            done += count
-        return done
 
     def _read_chunked(self, view: memoryview) -> int:
         if self.clean:
