@@ -45,7 +45,7 @@ T = TypeVar("T")
 _agents: weakref.WeakSet[Agent] = weakref.WeakSet()
 
 
-def rows(addresses: Sequence[int], lengths: Sequence[int], device: int = HOST) -> Rows:
+def rows(addresses: Sequence[int] | Rows, lengths: Sequence[int] | Rows, device: int = HOST) -> Rows:
     """Runs of memory as `Agent.read` takes them: (address, length, device) each."""
     import numpy as np
 
