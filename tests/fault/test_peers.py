@@ -149,6 +149,28 @@ def test_frozen_before_it_is_asked(hosts: Hosts, model: Path, tmp_path: Path) ->
     assert first.get("/readyz")[0] == 200
 
 
+@pytest.mark.parametrize("frozen", [False, True], ids=["slow", "frozen"])
+def test_a_stop_is_heard_while_a_source_is_silent(frozen: bool, hosts: Hosts, model: Path, tmp_path: Path) -> None:
+    source = hosts.serve(model)
+    out = tmp_path / "out"
+    with slow(source.address, 8 * MIB) as relay:
+        reader = hosts.start("pull", source.content, "--peer", relay.address, "--to", out, host="b")
+        relay.wait_full()
+        if frozen:
+            source.running.send(signal.SIGSTOP)
+            source.running.wait_stopped()
+        reader.send(signal.SIGTERM)
+        ended = reader.wait(20)
+    assert ended.code == 143
+    assert "stopped by SIGTERM" in ended.err
+    check_absent(out)
+    if frozen:
+        source.running.send(signal.SIGCONT)
+    else:
+        assert source.metrics()["readers"] == 0
+    assert source.get("/readyz")[0] == 200
+
+
 # --- wrong bytes ---------------------------------------------------------------------------------------------------
 
 

@@ -253,6 +253,18 @@ def test_a_directory_that_is_there_is_refused_before_a_byte_moves(hosts: Hosts, 
     assert tree(out) == tree(model)
 
 
+@pytest.mark.parametrize("device", ["file", pytest.param("cpu", marks=capability("nixl"))])
+def test_names_that_a_url_would_break(device: str, hosts: Hosts, tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path / "model")
+    (directory / "a b").mkdir()
+    for name in ("a b/ünï.json", "100%.json", "q?x#y.json", "a+b&c=d.json"):
+        (directory / name).write_text("{}")
+    (directory / "merges.txt").write_bytes(b"")
+    served = hosts.serve(directory, "--device", device)
+    hosts("pull", served.content, "--route", "peer", "--to", tmp_path / "out", host="b").ok()
+    assert tree(tmp_path / "out") == tree(directory)
+
+
 def test_then_a_command(hosts: Hosts, model: Path) -> None:
     served = hosts.serve(model)
     result = hosts("pull", served.content, "--to", hosts.place / "out", "--", "ls", "{}", host="b").ok()

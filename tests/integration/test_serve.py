@@ -165,6 +165,15 @@ def test_v05_a_name_outlives_a_life_and_is_not_taken_from_the_living(hosts: Host
     assert [row["generation"] for row in hosts.records()] == [again.generation]
 
 
+def test_v05_files_that_are_removed_are_served_all_the_same(hosts: Hosts, tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model")
+    right = tree(model)
+    served = hosts.serve(model)
+    shutil.rmtree(model)
+    hosts("pull", served.content, "--to", tmp_path / "out", host="b").ok()
+    assert tree(tmp_path / "out") == right
+
+
 # --- V-08 drain ----------------------------------------------------------------------------------------------------
 
 
@@ -317,6 +326,11 @@ def test_one_slot_and_a_queue(hosts: Hosts, large: Path, tmp_path: Path) -> None
         assert "no slot" in none.err
         second = hosts.start(*pull, tmp_path / "2", "--wait", "60s", host="c")
         second.wait_err("^no slot is free at 1 peer; waiting for one")
+        third = hosts.start(*pull, tmp_path / "3", host="d")
+        third.wait_err("^no slot is free")
+        assert served.metrics()["queue"] == 2
+        third.send(signal.SIGTERM)
+        assert third.wait().code == 143
         assert served.metrics()["queue"] == 1
         relay.go()
         first.wait().ok()
