@@ -345,3 +345,18 @@ def test_a_peer_that_dies_when_only_peers_are_asked(
     result = hosts(*command, "--json", host="b", env=hub.env).ok().json()
     assert 0 < again.metrics()["bytes_served_total"] < sum(map(len, files.values()))
     assert {name: (Path(result["dir"]) / name).read_bytes() for name in files} == files
+
+
+def test_a_peer_with_damaged_files_costs_a_few_pieces(
+    hosts: Hosts, origin: tuple[servers.Hub, Served, str, dict[str, bytes]]
+) -> None:
+    hub, served, revision, files = origin
+    (snapshot,) = hosts.cache("a").glob("models/*/snapshots/*/config.json")
+    damage_files(snapshot.parent)
+    command = ("prefetch", hub.uri, "--revision", revision, "--from", "peer,origin", "--json")
+    result = hosts(*command, host="b", env=hub.env).ok()
+    assert f"warning: source {served.address} is left: wrong bytes" in result.err
+    directory = Path(result.json()["dir"])
+    assert {name: (directory / name).read_bytes() for name in files} == files
+    hosts("prefetch", *command[1:4], "--from", "peer", host="c", env=hub.env).exits(16)
+    assert not list(hosts.cache("c").glob("models/*/snapshots/*/*.safetensors"))

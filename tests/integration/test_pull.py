@@ -265,8 +265,9 @@ def test_names_that_a_url_would_break(device: str, hosts: Hosts, tmp_path: Path)
     assert tree(tmp_path / "out") == tree(directory)
 
 
-def test_then_a_command(hosts: Hosts, model: Path) -> None:
-    served = hosts.serve(model)
+@pytest.mark.parametrize("device", ["file", pytest.param("cpu", marks=capability("nixl"))])
+def test_then_a_command(device: str, hosts: Hosts, model: Path) -> None:
+    served = hosts.serve(model, "--device", device)
     result = hosts("pull", served.content, "--to", hosts.place / "out", "--", "ls", "{}", host="b").ok()
     assert result.out.split() == sorted(path.name for path in model.iterdir())
     assert served.metrics()["readers"] == 0
@@ -389,12 +390,19 @@ def ids(result: Result) -> dict[str, str]:
     return {row["kind"]: row["id"] for row in result.ok().json()["identities"]}
 
 
-def test_a_complete_snapshot_wins_before_any_peer(hosts: Hosts, hub: servers.Hub) -> None:
+@pytest.mark.parametrize(
+    ("device", "path"),
+    [("file", "socket"), pytest.param("cpu", "nixl-read", marks=capability("nixl"))],
+)
+def test_a_complete_snapshot_wins_before_any_peer(device: str, path: str, hosts: Hosts, hub: servers.Hub) -> None:
     revision = hub.commit(checkpoint_files())
-    hosts("prefetch", hub.uri, host="a", env=hub.env).ok()
-    served = hosts.serve(hub.uri, host="a", env=hub.env)
+    fetched = hosts("prefetch", hub.uri, "--json", host="a", env=hub.env).ok().json()
+    served = hosts.serve(hub.uri, "--device", device, host="a", env=hub.env)
     command = ("prefetch", hub.uri, "--revision", revision, "--from", "peer", "--json")
-    assert hosts(*command, host="b", env=hub.env).ok().json()["role"] == "leader"
+    result = hosts(*command, host="b", env=hub.env).ok()
+    assert f"from peer {served.address} by {path}" in result.err
+    assert result.json()["role"] == "leader"
+    assert tree(Path(result.json()["dir"])) == tree(Path(fetched["dir"]))
     assert served.metrics()["grants_total"] == 1
     assert hosts(*command, host="b", env=hub.env).ok().json()["role"] == "hit"
     assert served.metrics()["grants_total"] == 1
