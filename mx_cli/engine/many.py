@@ -61,11 +61,12 @@ class Member:
 
 @dataclass(eq=False, slots=True)
 class _Job:
-    """An item on its way: `wrong` are the members whose bytes for it were wrong. An aborted one is never begun again."""
+    """An item on its way: `wrong` are the members that gave no right bytes for it, and why. An aborted one is never begun
+    again."""
 
     item: ReadItem
     dest: Dest
-    wrong: list[Member] = field(default_factory=list)
+    wrong: dict[Member, MxError] = field(default_factory=dict)
     retried: bool = False
     aborted: bool = False
 
@@ -172,9 +173,12 @@ class Many:
         member.source.start(job.item, job.dest)
 
     def _why_nobody(self, job: _Job) -> MxError:
-        if job.wrong:
-            return IntegrityError(f"{job.item.entry.path}: no right bytes from {', '.join(m.name for m in job.wrong)}")
-        causes = "; ".join(f"{m.name}: {m.failure.what}" for m in self.members if m.failure)
+        errors = {m: m.failure for m in self.members if m.failure} | job.wrong
+        causes = "; ".join(f"{member.name}: {error.what}" for member, error in errors.items())
+        if any(isinstance(error, IntegrityError) for error in job.wrong.values()):
+            return IntegrityError(f"{job.item.entry.path}: no source gives right bytes ({causes})")
+        if errors and all(isinstance(error, NotFound) for error in errors.values()):
+            return NotFound(f"{job.item.entry.path}: no source has it ({causes})")
         return TransportFailed(f"no source is left ({causes})")
 
     # -- news ----------------------------------------------------------------------------------------------------
@@ -206,10 +210,10 @@ class Many:
 
     def _again_elsewhere(self, member: Member, job: _Job, error: MxError) -> None:
         others = [m for m in self.members if m.alive and m is not member and m not in job.wrong]
-        if others:
-            job.wrong.append(member)
-        elif job.retried or isinstance(error, NotFound):
-            self._finish(job, error)
+        if others or job.wrong:
+            job.wrong[member] = error
+        if not others and (job.retried or isinstance(error, NotFound)):
+            self._finish(job, self._why_nobody(job) if job.wrong else error)
             return
         job.retried = True
         self._queue.appendleft(job)

@@ -1,16 +1,20 @@
-"""A source and a sink in memory, with faults on command: the engine's other adapters, for fast tests."""
+"""Sources and a sink in memory, with faults on command: the engine's other adapters, for fast tests."""
 
 from __future__ import annotations
 
+import ctypes
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 
 import xxhash
 
-from mx_cli.base.errors import MxError
-from mx_cli.engine.ports import Block, Dest, Host, NoRanges, ReadItem, SourceCaps
+from mx_cli.base.errors import MxError, TransportFailed
+from mx_cli.engine.buffers import scatter
+from mx_cli.engine.ports import Block, Dest, Host, Memory, NoRanges, ReadItem, SourceCaps
+from mx_cli.engine.threads import Flight
 from mx_cli.model.manifest import Entry
+from mx_cli.transport.peer import ITEM
 
 Fault = Callable[[ReadItem, int], Exception | None]
 """(item, which open of this path it is, from 1) -> what opening it raises, or None."""
@@ -88,6 +92,60 @@ class MemoryStream:
         if not self._closed.is_set():
             self._closed.set()
             self._reader.ended()
+
+
+@dataclass
+class MemoryPath:
+    """How the bytes of `files` come from a peer that is none: the Path of a real PeerSource.
+
+    `before(item, count)` is called for each read, the count-th of this path from 1; it may block, and raise. `spoil` are
+    the counts of reads whose first byte is wrong, `stuck` of those that wait until they are given up. `brought` lists the items that came whole; after `close` nothing lands.
+    """
+
+    files: Mapping[str, bytes]
+    window: int = 2
+    before: Callable[[ReadItem, int], object] = lambda item, count: None
+    spoil: Container[int] = ()
+    stuck: Container[int] = ()
+    name: str = "memory"
+    asked: list[ReadItem] = field(default_factory=list)
+    brought: list[ReadItem] = field(default_factory=list)
+    closed: threading.Event = field(default_factory=threading.Event)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _buffers: list[bytearray] = field(default_factory=list)
+
+    def bring(self, item: ReadItem, dest: Memory, flight: Flight) -> None:
+        with self._lock:
+            self.asked.append(item)
+            count = len(self.asked)
+        self.before(item, count)
+        while count in self.stuck and not flight.aborted and not self.closed.wait(0.01):
+            pass
+        assert item.length is not None
+        data = bytearray(self.files[item.entry.path][item.offset : item.offset + item.length])
+        if count in self.spoil:
+            data[0] ^= 1
+        with self._lock:
+            if self.closed.is_set() or flight.aborted:
+                raise TransportFailed("given up")
+            scatter(dest, 0, memoryview(data))
+            self.brought.append(item)
+
+    def hang(self, item: ReadItem, count: int) -> None:
+        """A `before` for a peer that is frozen: nothing comes until the path is closed."""
+        self.closed.wait(60)
+
+    def buffer(self) -> int:
+        data = bytearray(ITEM)
+        self._buffers.append(data)
+        return ctypes.addressof(ctypes.c_char.from_buffer(data))
+
+    def give_back(self, address: int) -> None:
+        return
+
+    def close(self) -> None:
+        with self._lock:
+            self.closed.set()
 
 
 @dataclass
