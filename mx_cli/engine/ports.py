@@ -67,7 +67,17 @@ class Memory:
     put: Callable[[int, memoryview], None] | None = None
 
 
-Dest = Host | File | Memory
+@dataclass(frozen=True, slots=True)
+class Through:
+    """Destination by way of a buffer: `place(offset, view)` copies what is wanted of the item's bytes from `offset`.
+
+    The threads that read call it, for several items at once. It must not keep the view.
+    """
+
+    place: Callable[[int, memoryview], None]
+
+
+Dest = Host | File | Memory | Through
 
 
 @dataclass(frozen=True, slots=True)

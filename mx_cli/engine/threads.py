@@ -12,7 +12,20 @@ import xxhash
 from mx_cli.base.errors import MxError, TransportFailed, Unreachable
 from mx_cli.base.oserrors import explain
 from mx_cli.engine.buffers import STEP, Buffers, scatter, write_at
-from mx_cli.engine.ports import Block, Dest, Done, File, Host, Memory, NoRanges, Reader, ReadItem, SourceCaps, Stream
+from mx_cli.engine.ports import (
+    Block,
+    Dest,
+    Done,
+    File,
+    Host,
+    Memory,
+    NoRanges,
+    Reader,
+    ReadItem,
+    SourceCaps,
+    Stream,
+    Through,
+)
 from mx_cli.model.manifest import BLOCK
 
 TELL_EVERY = 0.25
@@ -256,6 +269,8 @@ class _Copy:
                 dest.seen(at, view)
         elif isinstance(dest, Memory):
             scatter(dest, self.position - self._flight.item.offset, view)
+        elif isinstance(dest, Through):
+            dest.place(self.position - self._flight.item.offset, view)
         self.position += len(view)
         self._flight.moved += len(view)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mx_cli.base.errors import UsageError
 from mx_cli.engine.many import Bell, Member
 from mx_cli.engine.threads import Lifted, Throttle
 from mx_cli.flows.catalog import Catalog, catalog
@@ -12,7 +13,11 @@ from mx_cli.flows.context import Context
 from mx_cli.flows.in_process import process_context, require_torch
 from mx_cli.flows.pull_memory import disk_member, move
 from mx_cli.flows.pull_tensors import device_number, own_tensors, put_on_gpu
+from mx_cli.flows.ranks import bring, chosen, config_of, cut_of, own_memory, rows_of, twins_of
 from mx_cli.sources.registry import OpenOrigin
+
+CONFIG = "config.json"
+CONFIG_LIMIT = 16 << 20
 
 
 def load(
@@ -21,6 +26,8 @@ def load(
     device: str = "cpu",
     names: Sequence[str] | None = None,
     revision: str | None = None,
+    rank: str | None = None,
+    rules: Any = None,
     **settings: Any,
 ) -> dict[str, Any]:
     """The tensors of a checkpoint, by name: `model` is a directory, a weight file or a URI. `names`: only these.
@@ -28,12 +35,21 @@ def load(
     Headers are read first (two small reads a file), then only the wanted bytes, in pieces that cross tensors, straight to
     where the tensors are. All memory is the caller's own. `settings`: as in `mx config`.
 
+    `rank` (r/n, from 0): only that rank's part of each tensor, by `rules`: llama, qwen, mistral, mixtral or deepseek, a
+    rule file, what one holds, or None for the family that config.json names. Only what the rank needs is read; gaps of up
+    to 256 KiB are read along, and a notice says how much that was. Where a snapshot's digests are known, blocks of 4 MiB
+    of which all bytes were read are verified; those of which the rank needs only some are not.
+
     Blocks. Raises what listing and reading the origin raise, IntegrityError for files that are not what they say,
     UsageError for weights that are not safetensors, NoSpace.
     """
     require_torch()
     context = process_context(settings)
     index = device_number(device)
+    if rank is not None:
+        return _load_share(model, revision, rank, rules, names, index, context)
+    if rules is not None:
+        raise UsageError("rules without a rank")
     tensors: dict[str, Any] = {}
     found, origin = catalog(model, revision, context)
     try:
@@ -52,6 +68,38 @@ def load(
     finally:
         origin.close()
     return tensors
+
+
+def _load_share(
+    model: str,
+    revision: str | None,
+    rank: str,
+    rules: Any,
+    names: Sequence[str] | None,
+    device: int,
+    context: Context,
+) -> dict[str, Any]:
+    found, origin = catalog(model, revision, context)
+    try:
+        shapes = chosen(found.holding, names)
+        shares = cut_of(rank, rules, lambda: found_config(found, origin)).shares(shapes)
+        memory = own_memory(shapes, shares, twins_of(found.holding, shapes, shares), device)
+        rows = rows_of(found.holding, shapes, shares, memory.places)
+        bell = Bell()
+        members = [member(found, origin, bell, context)]
+        bring(found.holding, rows, members, bell, context, put_on_gpu(), found.entries)
+        return memory.tensors()
+    finally:
+        origin.close()
+
+
+def found_config(found: Catalog, origin: OpenOrigin) -> Mapping[str, Any] | None:
+    """The checkpoint's config.json, None where there is none. A small read."""
+    if found.directory is not None:
+        path = found.directory / CONFIG
+        return config_of(path.read_bytes() if path.is_file() else None)
+    entry = found.entries.get(CONFIG)
+    return config_of(origin.read(entry, CONFIG_LIMIT) if entry else None)
 
 
 def member(found: Catalog, origin: OpenOrigin, bell: Bell, context: Context) -> Member:

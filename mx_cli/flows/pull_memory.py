@@ -10,7 +10,7 @@ from pathlib import Path
 from mx_cli.base.errors import Incompatible, MxError
 from mx_cli.engine.many import Bell, Many, Member, trouble
 from mx_cli.engine.meter import Meter
-from mx_cli.engine.ports import ReadItem
+from mx_cli.engine.ports import ReadItem, Sink
 from mx_cli.engine.run import Limits, Transfer, cores
 from mx_cli.flows.context import Context
 from mx_cli.model.holding import Extent, Holding
@@ -30,11 +30,13 @@ Put = Callable[[int, int, memoryview], None]
 
 @dataclass(frozen=True)
 class Moved:
-    """What a transfer into memory did. `seconds`: from the first read to the last verified block."""
+    """What a transfer into memory did. `seconds`: from the first read to the last verified block. `extra` of the bytes
+    were read along between those that are wanted."""
 
     bytes: int
     seconds: float
     by_source: Mapping[str, int]
+    extra: int = 0
 
 
 def compare(
@@ -100,7 +102,11 @@ def move(
 
     Raises IntegrityError, TransportFailed, the stop's reason; then some of the bytes may have come, and nothing more will.
     """
-    items = pieces_to_read(holding, targets, entries or {})
+    return carry(pieces_to_read(holding, targets, entries or {}), MemorySink(targets, put), members, bell, context)
+
+
+def carry(items: Sequence[ReadItem], sink: Sink, members: Sequence[Member], bell: Bell, context: Context) -> Moved:
+    """Bring the items into a sink of memory from the members, which are closed after it. Blocks; raises as `move` does."""
     meter = Meter(sum(item.length or 0 for item in items))
 
     def tell(member: Member, error: MxError) -> None:
@@ -114,7 +120,7 @@ def move(
     if any(member.reserve for member in members):
         limits = Limits(settings.retry_for, settings.stall_timeout, START_WIDTH * cores(), settings.max_connections)
     gate = context.gates[source.caps.host]
-    transfer = Transfer(source, MemorySink(targets, put), limits, gate, meter, context.stop, context.on_retry)
+    transfer = Transfer(source, sink, limits, gate, meter, context.stop, context.on_retry)
     start = time.perf_counter()
     try:
         transfer.run(items)

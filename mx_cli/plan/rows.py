@@ -6,6 +6,7 @@ whose rows are split over ranks is read whole and its columns picked, or run by 
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -67,16 +68,34 @@ class Rows(NamedTuple):
                 yield low, high - low, self.address + index * self.step + low - at
 
 
-def spans_to_read(rows: Iterable[Rows]) -> list[Span]:
-    """The ranges of one file that hold the rows; gaps of READ_ALONG and less are in them."""
+def spans_to_read(rows: Iterable[Rows], blocks: Sequence[Span] = ()) -> list[Span]:
+    """The ranges of one file that hold the rows; gaps of READ_ALONG and less are in them.
+
+    `blocks`: the spans that have a digest, sorted and disjoint. Where gaps are read along, what a block lacks at the ends
+    is too, if it is no more than a gap: then it can be verified.
+    """
     spans: list[Span] = []
     for one in rows:
-        if one.gap <= READ_ALONG:
+        if one.runs > 1 and one.gap <= READ_ALONG:
+            spans.append(_to_edges(one, blocks))
+        elif one.runs == 1:
             spans.append((one.offset, one.end))
         else:
             begins = range(one.offset, one.end, one.pitch)
             spans += [(at, at + one.length) for at in begins]
     return near(spans, READ_ALONG)
+
+
+def _to_edges(rows: Rows, blocks: Sequence[Span]) -> Span:
+    first = bisect.bisect_right(blocks, rows.offset, key=lambda block: block[1])
+    last = bisect.bisect_left(blocks, rows.end, key=lambda block: block[0]) - 1
+    if first > last:
+        return rows.offset, rows.end
+    low, high = min(rows.offset, blocks[first][0]), max(rows.end, blocks[last][1])
+    return (
+        low if rows.offset - low <= rows.gap else rows.offset,
+        high if high - rows.end <= rows.gap else rows.end,
+    )
 
 
 def near(spans: Iterable[Span], gap: int) -> list[Span]:

@@ -12,7 +12,7 @@ import xxhash
 from mx_cli.base.errors import IntegrityError, MxError, NotFound, TransportFailed
 from mx_cli.base.oserrors import explain
 from mx_cli.engine.buffers import at_address, write_at
-from mx_cli.engine.ports import Block, Done, File, Host, Memory, ReadItem, SourceCaps
+from mx_cli.engine.ports import Block, Done, File, Host, Memory, ReadItem, SourceCaps, Through
 from mx_cli.engine.threads import Flight, Threads
 from mx_cli.model.holding import HOST, Check, Holding
 from mx_cli.model.manifest import BLOCK
@@ -108,7 +108,7 @@ class PeerSource(Threads):
             for block in self._through_buffer(flight, dest, at, min(ITEM, item.length - at))
         )
 
-    def _through_buffer(self, flight: Flight, dest: File | Host, at: int, length: int) -> tuple[Block, ...]:
+    def _through_buffer(self, flight: Flight, dest: File | Host | Through, at: int, length: int) -> tuple[Block, ...]:
         """One buffer's worth of an item, from its byte `at`: a path reads into memory that it has opened for it."""
         item = ReadItem(flight.item.entry, flight.item.offset + at, length)
         address = self._path.buffer()
@@ -118,7 +118,7 @@ class PeerSource(Threads):
             self._verify(item, memory)
             view = at_address(address, length)
             _place(dest, at, view)
-            return _blocks(item, view)
+            return (Block(item.offset, length, b""),) if isinstance(dest, Through) else _blocks(item, view)
         finally:
             self._path.give_back(address)
 
@@ -170,7 +170,10 @@ def _covered(
     return found, whole, begins, ends
 
 
-def _place(dest: File | Host, at: int, view: memoryview) -> None:
+def _place(dest: File | Host | Through, at: int, view: memoryview) -> None:
+    if isinstance(dest, Through):
+        dest.place(at, view)
+        return
     if isinstance(dest, Host):
         dest.view[at : at + len(view)] = view
         return

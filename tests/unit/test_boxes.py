@@ -101,3 +101,11 @@ def test_near_spans_are_joined(gap: int, spans: list[Span]) -> None:
     assert all(after[0] - before[1] > gap for before, after in itertools.pairwise(found))
     assert total(merge([*found, *spans])) == total(found)
     assert math.prod(0 if start == end else 1 for start, end in found) == 1
+
+
+def test_what_a_block_lacks_at_its_ends_is_read_along() -> None:
+    rows = Rows("f", 130, 10, 4, 40, 0, 10, -1)
+    assert spans_to_read([rows]) == [(130, 260)]
+    assert spans_to_read([rows], [(0, 100), (100, 200), (200, 280), (280, 400)]) == [(100, 280)]
+    assert spans_to_read([rows], [(90, 400)]) == [(130, 260)]
+    assert spans_to_read([rows._replace(runs=1, pitch=10)], [(100, 200)]) == [(130, 140)]
