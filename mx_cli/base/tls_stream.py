@@ -50,12 +50,12 @@ class TlsStream:
                 self._take()
 
     def fill(self, view: memoryview) -> int:
-        """As `recv_into`, but goes on until the view is full, the stream ends or a wait times out."""
+        """As `recv_into`, but goes on until the view is full or the stream ends, breaks or is late. The next call tells why."""
         done = self.recv_into(view)
         while 0 < done < len(view):
             try:
                 count = self.recv_into(view[done:])
-            except (BlockingIOError, TimeoutError):
+            except OSError:
                 break
             if count == 0:
                 break

@@ -6,10 +6,11 @@ import contextlib
 import hashlib
 import socket
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from mx_cli.base.address import split_address
 from mx_cli.base.errors import AccessDenied, TransportFailed, Unreachable
+from mx_cli.base.tls_stream import TlsStream
 from mx_cli.transport import http1
 
 _SMALL = 64 << 10
@@ -18,16 +19,15 @@ _SMALL = 64 << 10
 class Channel:
     """TLS to one peer. `close` may come from another thread, and wakes whoever reads. All else is for one thread."""
 
-    def __init__(self, sock: ssl.SSLSocket, place: str) -> None:
+    def __init__(self, stream: TlsStream, place: str) -> None:
         self.place = place
         self.asked = False
-        self._sock = sock
+        self._stream = stream
         self._rest = b""
         self._left = 0
         self._keep = True
         self.closed = False
-        certificate = sock.getpeercert(binary_form=True) or b""
-        self.certificate = hashlib.sha256(certificate).digest()
+        self.certificate = hashlib.sha256(stream.certificate).digest()
 
     @classmethod
     def dial(cls, place: str, context: ssl.SSLContext, connect_timeout: float) -> Channel:
@@ -44,18 +44,18 @@ class Channel:
             raise Unreachable(f"{place}: cannot connect: {_say(error)}") from None
         try:
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock = context.wrap_socket(plain, server_hostname=host)
+            stream = TlsStream(plain, context, host)
         except ssl.SSLCertVerificationError as error:
             plain.close()
             raise AccessDenied(f"{place}: certificate verify failed: {error.verify_message}") from None
         except (OSError, ValueError) as error:
             plain.close()
             raise Unreachable(f"{place}: TLS failed: {_say(error)}") from None
-        return cls(sock, place)
+        return cls(stream, place)
 
     def set_patience(self, seconds: float) -> None:
         """How long to wait for a byte, from now on."""
-        self._sock.settimeout(seconds)
+        self._stream.sock.settimeout(seconds)
 
     @property
     def reusable(self) -> bool:
@@ -76,7 +76,7 @@ class Channel:
         self._keep = False
         self.asked = True
         try:
-            self._sock.sendall(("\r\n".join(lines) + "\r\n\r\n").encode("latin-1") + (body or b""))
+            self._stream.sendall(("\r\n".join(lines) + "\r\n\r\n").encode("latin-1") + (body or b""))
             status, answered = self._read_head()
         except (OSError, ValueError) as error:
             raise self._explain(error) from None
@@ -84,13 +84,14 @@ class Channel:
         return status
 
     def _read_head(self) -> tuple[int, dict[str, str]]:
+        buffer = memoryview(bytearray(_SMALL))
         while (end := self._rest.find(http1.END)) < 0:
             if len(self._rest) > http1.HEAD_LIMIT:
                 raise ValueError("the answer's head does not end")
-            more = self._sock.recv(_SMALL)
-            if not more:
+            count = _cut_is_end(self._stream.recv_into, buffer)
+            if not count:
                 raise ConnectionResetError("closed before an answer")
-            self._rest += more
+            self._rest += buffer[:count]
         first, *lines = self._rest[:end].decode("latin-1").split("\r\n")
         self._rest = self._rest[end + len(http1.END) :]
         version, _, rest = first.partition(" ")
@@ -121,9 +122,8 @@ class Channel:
     def _receive(self, view: memoryview) -> int:
         done = 0
         try:
-            # A record holds 16 KiB; asking again at once saves the caller's overhead for each.
             while done < len(view):
-                count = self._sock.recv_into(view[done:])
+                count = _cut_is_end(self._stream.fill, view[done:])
                 if count == 0 or self.closed:
                     raise ConnectionResetError(f"the answer broke off, {self._left - done} bytes are missing")
                 done += count
@@ -148,14 +148,21 @@ class Channel:
     def close(self) -> None:
         """Idempotent."""
         self.closed = True
-        # SSLSocket's own shutdown would make the socket a plain one under the thread that reads.
         with contextlib.suppress(OSError):
-            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
+            self._stream.shutdown()
 
     def free(self) -> None:
         """Close and give the descriptor back; only when no other thread reads. Idempotent."""
         self.close()
-        self._sock.close()
+        self._stream.close()
+
+
+def _cut_is_end(receive: Callable[[memoryview], int], view: memoryview) -> int:
+    """Every answer has a length, which shows that it was cut: the end needs no goodbye."""
+    try:
+        return receive(view)
+    except ssl.SSLEOFError:
+        return 0
 
 
 class NotThere(Unreachable):
