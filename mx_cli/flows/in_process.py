@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import xxhash
@@ -15,6 +15,7 @@ from mx_cli.base.config import resolve
 from mx_cli.base.errors import MissingCapability, UsageError
 from mx_cli.base.events import Event
 from mx_cli.flows.context import Context
+from mx_cli.flows.cuts import Cut, cut_of
 from mx_cli.flows.serving import Offer, Serving
 from mx_cli.flows.trust import is_loopback
 from mx_cli.model import hf_config, identity
@@ -23,7 +24,9 @@ from mx_cli.model.holding import HOST, Extent, Holding, start_key
 from mx_cli.model.identity import Identity
 from mx_cli.model.manifest import FileRecord, Manifest, selection_digest
 from mx_cli.model.selection import RULES_VERSION
+from mx_cli.model.share import Share
 from mx_cli.model.synthetic import FILE, Run, Synthetic, synthesize
+from mx_cli.sinks.torch_tensors import Described as TorchTensor
 from mx_cli.transport.held import InMemory
 from mx_cli.transport.nixl_env import RDMA_DEVICES
 
@@ -202,6 +205,8 @@ class Named:
     layout: Mapping[str, Any] | None = None
     uri: str = ""
     revision: str = ""
+    cut: Cut | None = None
+    whole: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def serve(
@@ -211,6 +216,9 @@ def serve(
     stage: str = "checkpoint",
     layout: Mapping[str, Any] | None = None,
     origin: tuple[str, str] | None = None,
+    rank: str | None = None,
+    rules: Any = None,
+    whole: Mapping[str, Sequence[int]] | None = None,
     all_buffers: bool = False,
     listen: str = "127.0.0.1:0",
     advertise: str | None = None,
@@ -228,13 +236,26 @@ def serve(
     `peer_token_file` (a setting). `config`: the model's config.json (bytes, or what it holds), part of the content identity. `origin`:
     (URI, revision) that the weights are of. `stage` and `layout`: see `mx hash`. `settings`: as in `mx config`.
 
-    Blocks while the weights are hashed (0.1 s a GB). Raises UsageError for tensors without bytes of their own, and for
-    addresses as `mx serve` does; MissingCapability without torch.
+    `rank` (r/n, from 0): the tensors are this rank's part of whole ones, by `rules` as in `load`. Readers of any parallel
+    size find all ranks of the set by the `origin`, which is needed then, and must give `rank` too: `pull(URI, rank=...)`.
+    `whole`: the shapes of whole tensors that the rules cannot tell from a rank's own (a vocabulary that does not divide).
+
+    Blocks while the weights are hashed (0.1 s a GB). Raises UsageError for tensors without bytes of their own, for a part
+    that no rank can have, and for addresses as `mx serve` does; MissingCapability without torch.
     """
     require_torch()
     context = process_context(settings)
     uri, revision = origin or ("", "")
-    named = Named(_config(config), stage, layout, context.origin(uri).uri if uri else "", revision)
+    known = _config(config)
+    if rank is None and (rules is not None or whole):
+        raise UsageError("rules without a rank")
+    if rank is not None and not (uri and revision):
+        raise UsageError(
+            "a rank without an origin: nothing says which ranks belong together", hint="origin=(URI, revision)"
+        )
+    cut = None if rank is None else cut_of(rank, rules, lambda: known)
+    shapes = {name: tuple(shape) for name, shape in (whole or {}).items()}
+    named = Named(known, stage, layout, context.origin(uri).uri if uri else "", revision, cut, shapes)
     offer = Offer(listen, advertise, max_readers, name)
     return Handle(source, context, offer, named, all_buffers)
 
@@ -287,17 +308,42 @@ def describe_holding(source: Any, named: Named, version: int, all_buffers: bool 
     )
     starts = {start_key(FILE, name): start for name, start in found.starts.items()}
     kinds = {tensor.name: tensor.kind for tensor in tensors}
-    holding = Holding(manifest, tuple(identities), starts, found.aliases, kinds, version=version)
+    shares = _shares(named, tensors)
+    rank = named.cut.text if named.cut else ""
+    holding = Holding(
+        manifest, tuple(identities), starts, found.aliases, kinds, version=version, rank=rank, shares=shares
+    )
     return Described(holding, extents, (header, [tensor.tensor for tensor in tensors], source))
 
 
 def _identities(named: Named, rows: Any, found: Synthetic) -> list[Identity]:
     known = [identity.of_content(rows, named.config, named.stage, named.layout)]
     if named.uri:
-        known.append(identity.of_origin(named.uri, named.revision, named.stage, named.layout))
+        origin = identity.of_origin(named.uri, named.revision, named.stage, named.layout)
+        known.append(identity.of_shares(origin) if named.cut else origin)
     if named.config is not None:
         known.append(identity.of_config(named.config, named.stage, named.layout))
     return known
+
+
+def _shares(named: Named, tensors: Iterable[TorchTensor]) -> dict[str, Share]:
+    """Of which whole tensors these are parts. Raises UsageError for shapes that cannot be."""
+    cut = named.cut
+    if cut is None:
+        return {}
+    found = {}
+    for tensor in tensors:
+        if tensor.name in named.whole:
+            share = cut.rules.share(tensor.name, named.whole[tensor.name], cut.rank, cut.ranks)
+            if share.local_shape != tensor.shape:
+                raise UsageError(
+                    f"{tensor.name} {list(tensor.shape)} is not what rank {cut.text} has of {list(share.shape)}"
+                )
+        else:
+            share = cut.rules.share_of_local(tensor.name, tensor.shape, cut.rank, cut.ranks)
+        if not share.whole:
+            found[tensor.name] = share
+    return found
 
 
 def _views(extents: list[Extent]) -> Iterator[memoryview]:

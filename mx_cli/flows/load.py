@@ -10,10 +10,11 @@ from mx_cli.engine.many import Bell, Member
 from mx_cli.engine.threads import Lifted, Throttle
 from mx_cli.flows.catalog import Catalog, catalog
 from mx_cli.flows.context import Context
+from mx_cli.flows.cuts import config_of, cut_of
 from mx_cli.flows.in_process import process_context, require_torch
 from mx_cli.flows.pull_memory import disk_member, move
 from mx_cli.flows.pull_tensors import device_number, own_tensors, put_on_gpu
-from mx_cli.flows.ranks import bring, chosen, config_of, cut_of, own_memory, rows_of, twins_of
+from mx_cli.flows.ranks import bring, chosen, own_memory, rows_of, twins_of
 from mx_cli.sources.registry import OpenOrigin
 
 CONFIG = "config.json"

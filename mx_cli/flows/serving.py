@@ -218,6 +218,8 @@ class Serving:
 
 
 def _stage_and_rank(holding: Holding) -> tuple[str, str]:
+    if holding.rank:
+        return "loaded", holding.rank
     for identity in holding.identities:
         rank = identity.layout.get("rank")
         return identity.stage, "" if rank is None else str(rank)

@@ -19,6 +19,7 @@ from mx_cli.base.errors import IntegrityError
 from mx_cli.model.header import BITS
 from mx_cli.model.identity import Identity
 from mx_cli.model.manifest import BLOCK, Entry, FileRecord, Listing, Manifest
+from mx_cli.model.share import Share
 
 HOST = -1
 """The device number of host memory; GPUs count from 0."""
@@ -106,6 +107,9 @@ class Holding:
     `starts`: first byte of each tensor in its file, by `start_key`. `aliases`: tensors that share the bytes of another.
     `kinds`: `buffer` for what is no parameter. `texts`: small files that decide what is wanted (shard indexes), whole, so
     that nobody needs a grant to find out. `version` counts changes of the weights within one generation.
+
+    `rank` (r/n) is of a peer that holds one rank's part of the tensors; `shares` says which part of which whole tensor,
+    for those that it does not have whole.
     """
 
     manifest: Manifest
@@ -115,6 +119,8 @@ class Holding:
     kinds: Mapping[str, str] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
     version: int = 0
+    rank: str = ""
+    shares: Mapping[str, Share] = field(default_factory=dict)
 
     @cached_property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -139,7 +145,10 @@ class Holding:
         files = sorted([record.path, record.size, record.xxh3] for record in self.manifest.files)
         rows = sorted(tensor[:_SIZE] for tensor in self.tensors)
         ties = sorted([name, *alias[:3], list(alias.shape)] for name, alias in self.aliases.items())
-        return canonical.sha256([files, rows, ties])
+        parts = (
+            [[self.rank, sorted([name, share.to_json()] for name, share in self.shares.items())]] if self.rank else []
+        )
+        return canonical.sha256([files, rows, ties, *parts])
 
     @cached_property
     def _checks(self) -> Mapping[str, tuple[Check, ...]]:
@@ -196,6 +205,8 @@ class Holding:
             "kinds": dict(self.kinds),
             "texts": dict(self.texts),
             "version": self.version,
+            "rank": self.rank,
+            "shares": {name: share.to_json() for name, share in self.shares.items()},
         }
 
     @classmethod
@@ -210,8 +221,11 @@ class Holding:
                 {str(name): str(kind) for name, kind in data["kinds"].items()},
                 {str(name): str(text) for name, text in data["texts"].items()},
                 int(data["version"]),
+                str(data.get("rank", "")),
+                {str(name): Share.from_json(row) for name, row in data.get("shares", {}).items()},
             )
             _check_places(holding, where)
+            _check_shares(holding, where)
             return holding
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise IntegrityError(f"not a holding: {where} ({error!r})") from None
@@ -307,3 +321,10 @@ def _check_places(holding: Holding, where: str) -> None:
     for name, alias in holding.aliases.items():
         if alias.offset < 0 or alias.offset + alias.size > sizes_of.get(alias.of, -1):
             raise IntegrityError(f"{where}: tensor {name!r} does not lie in {alias.of!r}")
+
+
+def _check_shares(holding: Holding, where: str) -> None:
+    for name, share in holding.shares.items():
+        owner = holding.aliases.get(name) or holding.by_name.get(name)
+        if owner is None or share.local_shape != owner.shape or not holding.rank:
+            raise IntegrityError(f"{where}: tensor {name!r} is not the part that its share says")

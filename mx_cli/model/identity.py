@@ -94,6 +94,16 @@ def of_origin(uri: str, revision: str, stage: str = "checkpoint", layout: Mappin
     return Identity("origin", stage, {"uri": uri, "revision": revision}, None, dict(layout or {}))
 
 
+def of_shares(origin: Identity) -> Identity:
+    """The identity of peers that hold the weights of an origin in parts, one rank each, whatever their number.
+
+    None of them has them all, so it differs from the origin's own; of the layout the parallel size and the rank are left
+    out, since the set of all ranks has the same weights in every one. The peers say themselves what their part is.
+    """
+    layout = {name: value for name, value in origin.layout.items() if name not in ("tp", "rank")}
+    return Identity("origin", "loaded", origin.weights, None, {**layout, "shares": "any"})
+
+
 def of_config(config: dict[str, Any], stage: str = "checkpoint", layout: Mapping[str, Any] | None = None) -> Identity:
     """The identity of a configuration alone."""
     return Identity("config", stage, None, config, dict(layout or {}))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from mx_cli.model.share import Share
 from mx_cli.plan.boxes import overlap
+from mx_cli.plan.cover import Uncovered, cover
 from mx_cli.plan.ranges import Span, merge, total
 from mx_cli.plan.rows import READ_ALONG, Rows, near, spans_to_read, wanted_within
 
@@ -109,3 +110,55 @@ def test_what_a_block_lacks_at_its_ends_is_read_along() -> None:
     assert spans_to_read([rows], [(0, 100), (100, 200), (200, 280), (280, 400)]) == [(100, 280)]
     assert spans_to_read([rows], [(90, 400)]) == [(130, 260)]
     assert spans_to_read([rows._replace(runs=1, pitch=10)], [(100, 200)]) == [(130, 140)]
+
+
+# --- several sources --------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def sets(draw: st.DrawFn) -> tuple[Share, dict[int, Share]]:
+    shape = draw(SHAPES)
+    return draw(shares(shape)), dict(enumerate(draw(st.lists(shares(shape), max_size=5))))
+
+
+@settings(deadline=None)
+@given(sets())
+def test_a_target_is_covered_once_or_what_lacks_is_named(case: tuple[Share, dict[int, Share]]) -> None:
+    target, sources = case
+    wanted = elements(target)
+    found = cover(target, sources, {})
+    if isinstance(found, Uncovered):
+        # No set of sources that are split along one dimension has everything.
+        for dim in range(len(target.shape)):
+            held = {e for s in sources.values() if s.whole or s.dim == dim for e in elements(s)}
+            assert set(wanted) - held
+        return
+    moved: dict[int, int] = {}
+    for part in found:
+        theirs = elements(sources[part.source])
+        for box in overlap(part.share, target, 8, part.only):
+            for run in range(box.runs):
+                for n in range(box.length):
+                    to = box.to + run * box.step + n
+                    assert to not in moved
+                    moved[to] = theirs[box.at + run * box.pitch + n]
+    assert moved == dict(enumerate(wanted))
+
+
+def test_replicas_share_the_work() -> None:
+    half = Share((8, 4), 0, ((0, 4),))
+    other = Share((8, 4), 0, ((4, 8),))
+    load: dict[str, int] = {}
+    for _ in range(4):
+        assert not isinstance(
+            cover(Share((8, 4)), {"a": half, "b": half, "c": other, "d": Share((8, 4))}, load), Uncovered
+        )
+    assert max(load.values()) - min(load.values()) <= 16
+    assert sum(load.values()) == 4 * 32
+
+
+def test_missing_rows_are_named() -> None:
+    lacking = cover(Share((8, 4), 0, ((2, 6),)), {"a": Share((8, 4), 0, ((0, 3),))}, {})
+    assert lacking == Uncovered(0, ((3, 6),))
+    assert str(lacking) == "rows 3 to 5 of dimension 0"
+    assert str(cover(Share((8, 4)), {}, {})) == "all of it"
