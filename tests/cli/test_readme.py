@@ -51,7 +51,7 @@ VARIES = [
 WITHOUT_NIXL = [
     (r"^warning: readers get the bytes by path socket only: .*\n", ""),
     (r"\bby (?:nixl-read|socket)\b", "by …"),
-    (r"\((?:cma/memory|the peer) .*\)$", "(…)"),
+    (r"\((?:cma/memory|the peer offers).*\)$", "(…)"),
 ]
 """What differs where the optional extra is not installed."""
 
