@@ -9,7 +9,7 @@ import typer
 
 from mx_cli.base.errors import UsageError, exit_codes
 from mx_cli.base.version import VERSION
-from mx_cli.cli import cache, config, hash_, peers, prefetch, pull, serve, status
+from mx_cli.cli import cache, config, doctor, hash_, peers, prefetch, pull, serve, status
 from mx_cli.cli.session import finish, open_streams, refuse
 
 EPILOG = "exit codes: " + "; ".join(f"{code} {meaning.replace('`', '')}" for code, meaning, _ in exit_codes())
@@ -30,6 +30,7 @@ app.command("pull", context_settings={"allow_interspersed_args": True})(pull.pul
 app.command("peers")(peers.peers)
 app.command("status")(status.status)
 app.add_typer(cache.app, name="cache")
+app.command("doctor")(doctor.doctor)
 app.command("config")(config.config)
 
 

@@ -98,6 +98,7 @@ class Serving:
             "mx": VERSION,
             "started": self._started,
             "rdma": RDMA_DEVICES.is_dir(),
+            "clock": time.time(),
             **host_facts(),
         }
 
@@ -116,11 +117,13 @@ class Serving:
 
     # -- the peer's life -----------------------------------------------------------------------------------------
 
-    def offer(self, holding: Holding, held: Held) -> None:
-        """From now on readers are let in, and discovery knows. Blocks for a moment."""
+    def offer(self, holding: Holding, held: Held, *, publish: bool = True) -> None:
+        """From now on readers are let in, and discovery knows unless it is not to. Blocks for a moment."""
         self.control.prepare(holding)
         self._held = held
         self.holding = holding
+        if not publish:
+            return
         settings = self._context.settings
         directory = open_directory(settings.discovery, self._context.cache().root, settings.record_beat)
         beating = Beating(directory, self.record, settings.record_beat, self._context.warn)

@@ -236,6 +236,27 @@ def make_agent(api: Any, name: str, variables: Mapping[str, str]) -> Any:
     return made
 
 
+def make_bare_agent(api: Any, name: str) -> Any:
+    """An agent without a backend, on which plug-ins can be tried."""
+    return api.nixl_agent(name, api.nixl_agent_config(backends=[]))
+
+
+def build() -> str:
+    """Which build of NIXL is used here, after `load`."""
+    return _build()
+
+
+def ucx_libraries() -> Path | None:
+    """The directory of the libraries that NIXL's package brings; None where they are not known."""
+    library = _ucx()
+    return library.parent if library else None
+
+
+def loading() -> dict[str, str]:
+    """What has to be set when the libraries are loaded."""
+    return _loading()
+
+
 def errors(api: Any) -> tuple[type[Exception], ...]:
     """What NIXL raises: its errors have nothing in common."""
     found = [value for value in vars(api.nixlBind).values() if isinstance(value, type) and issubclass(value, Exception)]

@@ -1,0 +1,91 @@
+"""A function in a process of its own: it may hang in the kernel or crash, and the caller goes on.
+
+A thread would not do: a process with one that waits for a dead mount cannot end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_LOOK = 0.2
+_LARGEST = 4 << 20
+
+
+class Aside:
+    """Runs `module:function`, a generator of JSON values that takes one mapping. It begins at once.
+
+    The function's stdout and stderr go nowhere. A child that does not end is killed and left alone.
+    """
+
+    def __init__(self, target: str, arguments: Mapping[str, Any], deadline: float) -> None:
+        """`deadline`: seconds from now. Raises OSError when no process can be had."""
+        self._end = time.monotonic() + deadline
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, target],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        assert self._process.stdin
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
+            stdin.write(json.dumps(arguments).encode())
+
+    def answers(self, check: Callable[[], None] = lambda: None) -> tuple[list[Any], str]:
+        """What it gave in time, and why it gave no more: empty when it came to its end. Blocks until the deadline.
+
+        `check` is called now and then, and may raise.
+        """
+        assert self._process.stdout
+        fd, data, ended = self._process.stdout.fileno(), bytearray(), False
+        try:
+            while not ended and (left := self._end - time.monotonic()) > 0 and len(data) < _LARGEST:
+                check()
+                if select.select([fd], [], [], min(left, _LOOK))[0]:
+                    part = os.read(fd, 1 << 16)
+                    data += part
+                    ended = not part
+            why = self._ending() if ended else "no answer in time"
+        finally:
+            self._process.stdout.close()
+            if self._process.poll() is None:
+                with contextlib.suppress(OSError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
+        lines = data.split(b"\n")[:-1]
+        return [json.loads(line) for line in lines], why
+
+    def _ending(self) -> str:
+        try:
+            code = self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return "it does not end"
+        if code < 0:
+            return f"it crashed ({signal.Signals(-code).name})"
+        return f"it failed (exit code {code})" if code else ""
+
+
+def main(target: str) -> None:
+    """The child's side. Ends the process without destructors: libraries crash in theirs."""
+    out = os.dup(1)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    # Libraries write to stdout.
+    os.dup2(nowhere, 1)
+    arguments = json.load(sys.stdin)
+    module, _, name = target.partition(":")
+    for answer in getattr(importlib.import_module(module), name)(arguments):
+        os.write(out, json.dumps(answer).encode() + b"\n")
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
