@@ -301,8 +301,11 @@ class Peering:
         pause = LOOK_EVERY
         reader = {"host": socket.gethostname(), "pid": os.getpid(), **host_facts(), "address": serving}
         better: list[str] = []
+        crowded = False
         for peer in list(group.peers):
-            if peer.grant or peer.reason or sum(1 for one in group.peers if one.grant) >= MOST_SOURCES:
+            # While others wait for a slot, a second one would make a third reader wait longer than it saves here.
+            enough = 1 if crowded else MOST_SOURCES
+            if peer.grant or peer.reason or sum(1 for one in group.peers if one.grant) >= enough:
                 continue
             try:
                 answer = peer.session.grant(reader)
@@ -310,10 +313,16 @@ class Peering:
                 peer.reason = error.what
                 continue
             if isinstance(answer, Queued):
+                crowded = True
                 pause = min(pause, answer.retry_after)
                 better += answer.better
             else:
+                crowded = crowded or answer.queue > 0
                 peer.grant = answer
+        if any(peer.grant for peer in group.peers):
+            for peer in group.peers:
+                peer.session.leave_queue()
+            return pause
         known = {peer.address for peer in group.peers} | asked | {serving}
         fresh = [address for address in dict.fromkeys(better) if address not in known]
         asked.update(fresh)

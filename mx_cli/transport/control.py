@@ -262,7 +262,7 @@ class Control:
         except BaseException:
             self.grants.end(asked)
             raise
-        return answer({**self._pulse(), "grant": asked, **access})
+        return answer({**self._pulse(), "grant": asked, "queue": self.grants.queued, **access})
 
     def _pulse(self) -> dict[str, Any]:
         """What each beat tells the reader: other weights, or an end that is near."""

@@ -230,13 +230,17 @@ class Session:
         for channel in list(self._busy):
             channel.close()
 
-    def close(self) -> None:
-        """Leave the queue and close idle connections. Idempotent; blocks for some seconds at most."""
+    def leave_queue(self) -> None:
+        """Wait for a slot no longer, so that the next one moves up. Idempotent; blocks for some seconds at most."""
         with self._lock:
             ticket, self._ticket = self._ticket, ""
         if ticket:
             with contextlib.suppress(MxError):
                 self.call("DELETE", f"{GRANTS}/{ticket}", {"proto": PROTO[1]}, _FAREWELL)
+
+    def close(self) -> None:
+        """Leave the queue and close idle connections. Idempotent; blocks for some seconds at most."""
+        self.leave_queue()
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -248,11 +252,12 @@ class Grant:
     """The right to read a peer, kept alive by a thread of its own until `release`. Thread-safe.
 
     `access` is what the peer gave: `paths`, and `nixl` where that is one of them. `failure` says why the grant is gone
-    (the peer died, fell silent or ended it), None while it holds.
+    (the peer died, fell silent or ended it), None while it holds. `queue`: how many waited for a slot when it was given.
     """
 
     def __init__(self, session: Session, answer: Mapping[str, Any]) -> None:
         self.id = text_of(answer, "grant", session.address)
+        self.queue = int(answer.get("queue", 0))
         self.access = answer
         self.version = -1
         self.state = ""
