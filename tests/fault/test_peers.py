@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def larger(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoint(tmp_path_factory, 256 * MIB)
+    return checkpoint(tmp_path_factory, 128 * MIB)
 
 
 @pytest.fixture(scope="module")
@@ -46,14 +47,19 @@ def size_of(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.iterdir())
 
 
-def half_way(model: Path) -> int:
-    """The point of fault.c at which a reader has written about half of the weights: files are opened and sized before."""
-    return 2 * FILES + size_of(model) // PIECE // 2
+def half_way(model: Path, share: int = 2) -> int:
+    """The point of fault.c at which a reader has written about half of the weights: files are opened and sized before.
+
+    `share`: 4 for a quarter.
+    """
+    return 2 * FILES + size_of(model) // PIECE // share
 
 
-def halted(hosts: Hosts, fault_env: Faults, model: Path, out: Path, *words: str | Path, env: dict[str, str]) -> Running:
+def halted(
+    hosts: Hosts, fault_env: Faults, model: Path, out: Path, *words: str | Path, env: dict[str, str], share: int = 2
+) -> Running:
     """A `pull --to OUT` that has stopped itself half of the way."""
-    faults = fault_env(out.with_name(f".{out.name}"), STOP_AT=half_way(model))
+    faults = fault_env(out.with_name(f".{out.name}"), STOP_AT=half_way(model, share))
     running = hosts.start("pull", *words, "--to", out, "--json", host="reader", env={**env, **faults})
     running.wait_stopped()
     return running
@@ -128,7 +134,7 @@ def test_a_frozen_source_is_left(
     out = tmp_path / "out"
     words = (first.content, *pull, "--peer", first.address, "--peer", second.address)
     impatient = {**env, "MX_PEER_STALL_TIMEOUT": "1s"}
-    reader = halted(hosts, fault_env, larger, out, *words, env=impatient)
+    reader = halted(hosts, fault_env, larger, out, *words, env=impatient, share=4)
     first.running.send(signal.SIGSTOP)
     first.running.wait_stopped()
     reader.send(signal.SIGCONT)
@@ -236,8 +242,6 @@ def test_damage_is_seen_and_named(
 
 
 def assert_matches(pattern: str, text: str) -> None:
-    import re
-
     assert re.search(pattern, text), f"no {pattern!r} in\n{text}"
 
 
@@ -256,8 +260,8 @@ def test_killed_readers_leave_the_source_serving(
 ) -> None:
     source = hosts.serve(model, *serve, "--max-readers", "2", "--grant-ttl", "500ms")
     command = ("pull", source.content, *pull, "--route", "peer", "--to")
-    # As the directory is made, at the first file, at the first bytes, in their midst, near the end.
-    for point in (1, 3, 2 * FILES + 1, half_way(model), half_way(model) + 3):
+    # As the directory is made, at the first bytes, in their midst, near the end.
+    for point in (1, 2 * FILES + 1, half_way(model), half_way(model) + 3):
         out = tmp_path / f"killed-{point}"
         faults = fault_env(out.with_name(f".{out.name}"), KILL_AT=point)
         killed = hosts(*command, out, host="reader", env=faults)
