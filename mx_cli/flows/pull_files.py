@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import shutil
@@ -14,13 +15,14 @@ from pathlib import Path
 
 from mx_cli.base.errors import MxError, UsageError
 from mx_cli.base.oserrors import explain
+from mx_cli.base.process import boot_id, is_gone, start_time
 from mx_cli.cache.layout import make_dirs, sync_directory
 from mx_cli.cache.reserve import check_space
 from mx_cli.engine.many import Bell, Many, Member, trouble
 from mx_cli.engine.meter import Meter
 from mx_cli.engine.ports import Block
 from mx_cli.engine.run import Limits, Transfer, cores
-from mx_cli.engine.verify import Consumer
+from mx_cli.engine.verify import Consumer, WholeDigest, read_through
 from mx_cli.flows.context import Context
 from mx_cli.flows.inspect import Inspection
 from mx_cli.flows.lead import items_of
@@ -50,14 +52,18 @@ class Pulled:
 def pull_files(peering: Peering, target: Path, context: Context) -> Pulled:
     """All files of the group's manifest into `target`, which appears in one step. Blocks.
 
-    Raises UsageError when the target is there with something in it, NoPeer, IntegrityError, TransportFailed, NoSpace,
-    FilesystemRefused.
+    Idempotent: a target that holds these very files is left as it is. Raises UsageError when it holds anything else,
+    NoPeer, IntegrityError, TransportFailed, NoSpace, FilesystemRefused.
     """
     assert peering.group is not None, "find comes first"
     holding = peering.group.holding
-    _check_target(target, holding)
+    total, count = sum(record.size for record in holding.manifest.files), len(holding.manifest.files)
+    if _is_there(target, holding, context):
+        context.notice(f"{target} holds these files already")
+        return Pulled(target, (), total, 0, 0.0, count)
     make_dirs(target.parent)
-    work = target.with_name(f".{target.name}.mx-{secrets.token_hex(6)}")
+    _sweep(target)
+    work = target.with_name(f"{_prefix(target)}{os.getpid()}-{start_time(os.getpid())}-{secrets.token_hex(3)}")
     try:
         make_dirs(work)
         filled = _Filled(holding, work, context)
@@ -68,7 +74,7 @@ def pull_files(peering: Peering, target: Path, context: Context) -> Pulled:
             filled.run(members, bell)
             peering.check_versions()
         filled.make_durable()
-        _publish(work, target)
+        _publish(work, target, holding, context)
         seconds = time.monotonic() - start
     except BaseException:
         with contextlib.suppress(OSError):
@@ -77,26 +83,71 @@ def pull_files(peering: Peering, target: Path, context: Context) -> Pulled:
     by_name = {member.name: member.bytes for member in members}
     rows = [(peer.address, peer.path, by_name[peer.address], peer.reason) for peer in peering.group.peers if peer.path]
     moved = sum(by_name.values())
-    return Pulled(target, tuple(rows), filled.meter.total, moved, seconds, len(holding.manifest.files))
+    return Pulled(target, tuple(rows), total, moved, seconds, count)
 
 
-def _check_target(target: Path, holding: Holding) -> None:
-    bad = [record.path for record in holding.manifest.files if fault(record.path)]
-    if bad:
+def _is_there(target: Path, holding: Holding, context: Context) -> bool:
+    """Whether the target holds the files of the manifest; False when it is empty or not there at all."""
+    records = {record.path: record for record in holding.manifest.files}
+    if bad := [path for path in records if fault(path)]:
         raise UsageError(f"the peer offers a file with a name that cannot be: {bad[0]!r}")
     try:
-        if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
-            raise UsageError(f"--to {target} is there already, and not an empty directory", hint="choose another --to")
+        if not os.path.lexists(target):
+            return False
+        if target.is_symlink() or not target.is_dir():
+            raise UsageError(f"--to {target} is there already, and not a directory", hint="choose another --to")
+        found = {str(path.relative_to(target)): path for path in target.rglob("*") if not path.is_dir()}
+        if not found:
+            return False
+        same = found.keys() == records.keys() and all(
+            path.stat().st_size == records[name].size for name, path in found.items()
+        )
+        if same and all(_digest(path, context) == records[name].xxh3 for name, path in found.items()):
+            return True
     except OSError as error:
         raise explain(error, f"looking at {target}") from None
+    raise UsageError(f"--to {target} is there already, with other files in it", hint="choose another --to")
 
 
-def _publish(work: Path, target: Path) -> None:
+def _digest(path: Path, context: Context) -> str:
+    whole = WholeDigest()
+
+    def take(view: memoryview) -> None:
+        context.stop.check()
+        whole.update(view)
+
+    with open(path, "rb") as file:
+        read_through(file.fileno(), take)
+    whole.finish()
+    return whole.value
+
+
+def _prefix(target: Path) -> str:
+    return f".{target.name}.mx-{boot_id()[:8]}-"
+
+
+def _sweep(target: Path) -> None:
+    """Remove what pulls of this boot left that were killed."""
+    prefix = _prefix(target)
+    with contextlib.suppress(OSError):
+        for path in target.parent.iterdir():
+            pid, _, rest = path.name.removeprefix(prefix).partition("-")
+            if path.name.startswith(prefix) and pid.isdecimal() and is_gone(int(pid), rest.partition("-")[0]):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _publish(work: Path, target: Path, holding: Holding, context: Context) -> None:
     try:
         os.rename(work, target)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not _is_there(target, holding, context):
+            raise explain(error, f"publishing {target}") from None
+        # Another pull was quicker.
+        shutil.rmtree(work, ignore_errors=True)
+    try:
         sync_directory(target.parent)
     except OSError as error:
-        raise explain(error, f"publishing {target}") from None
+        raise explain(error, f"syncing {target.parent}") from None
 
 
 class _Filled:
