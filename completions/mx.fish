@@ -195,6 +195,7 @@ complete -c mx -n '__mx_at mx pull' -l advertise -d 'the address that --then-ser
 complete -c mx -n '__mx_at mx pull' -l max-readers -d 'readers of --then-serve at once env MX_MAX_READERS' -x
 complete -c mx -n '__mx_at mx pull' -l drain-timeout -d 'time for readers to finish after SIGTERM env MX_DRAIN_TIMEOUT' -x
 complete -c mx -n '__mx_at mx pull' -l result -d 'also write the JSON result here env MX_RESULT' -x
+complete -c mx -n '__mx_at mx pull' -l dry-run -d 'show the routes with reasons and what each would move; move nothing env MX_DRY_RUN'
 complete -c mx -n '__mx_at mx pull' -l cache-dir -d 'root of the shared cache env MX_CACHE_DIR' -x
 complete -c mx -n '__mx_at mx pull' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65s' -x
 complete -c mx -n '__mx_at mx pull' -l endpoint-url -d 'endpoint of an S3- or GCS-compatible store env MX_ENDPOINT_URL' -x

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
+from mx_cli.base import units
 from mx_cli.base.config import read_path
 from mx_cli.cli.become import become, check_program, check_stray
 from mx_cli.cli.options import CACHE, ELECTION, ORIGIN, PEER, PEERS, TRANSFER, command
+from mx_cli.cli.render.table import table
 from mx_cli.cli.session import Session
+
+if TYPE_CHECKING:
+    from mx_cli.flows.pull_plan import Plan
 
 MANY = Optional[list[str]]  # noqa: UP045 - typer reads the object
 TEXT = Optional[str]  # noqa: UP045
@@ -68,6 +73,9 @@ def pull(
         str, typer.Option("--drain-timeout", metavar="DURATION", help="time for readers to finish after SIGTERM")
     ] = "25s",
     result: Annotated[TEXT, typer.Option("--result", metavar="FILE", help="also write the JSON result here")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="show the routes with reasons and what each would move; move nothing")
+    ] = False,
 ) -> None:
     """Bring the weights here by the best route: a peer, the cache, the origin; print their directory."""
     from mx_cli.base.errors import UsageError
@@ -94,6 +102,12 @@ def pull(
         read_path(to) if to else None,
         tuple(_words(route)) or NAMES,
     )
+    if dry_run:
+        from mx_cli.flows.pull_plan import plan
+
+        found = plan(request, context)
+        session.answer(_planned(found), found.to_json(), final=f"route {found.taken.route}")
+        return
     offer = Offer(listen=listen, advertise=advertise, slots=max_readers) if then_serve else None
     drain = parse_duration(drain_timeout)
     if result:
@@ -117,6 +131,21 @@ def pull(
         pull_then_serve(request, offer, drain, context, on_done)
     else:
         on_done(flow.pull(request, context))
+
+
+def _planned(found: Plan) -> str:
+    states = {True: "usable", False: "no"}
+    rows = [
+        (
+            choice.route,
+            "first" if choice is found.taken else states[choice.usable],
+            units.size(choice.bytes) if choice.usable else "-",
+            units.size(choice.memory) if choice.usable else "-",
+            choice.reason,
+        )
+        for choice in found.choices
+    ]
+    return table(("ROUTE", "STATE", "TO MOVE", "MEMORY", "WHY"), rows, right=frozenset({"TO MOVE", "MEMORY"}))
 
 
 def _words(text: str | None) -> list[str]:

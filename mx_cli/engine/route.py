@@ -79,10 +79,10 @@ def first(
         attempts.append(Attempt(name, True, taken.reason))
         say(attempts[-1])
         return taken.result, attempts
-    raise _summed(attempts, errors)
+    raise summed(attempts, errors)
 
 
-def _summed(attempts: Sequence[Attempt], errors: Sequence[MxError]) -> MxError:
+def summed(attempts: Sequence[Attempt], errors: Sequence[MxError]) -> MxError:
     """The error that says most: what is wrong beats who is absent."""
     if not errors:
         return NoPeer("no route is left to try")

@@ -8,7 +8,6 @@ import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 from mx_cli.base import units
@@ -27,14 +26,15 @@ from mx_cli.engine.many import Bell, Member
 from mx_cli.flows import trust
 from mx_cli.flows.context import Context
 from mx_cli.flows.data_path import Wish, open_path
+from mx_cli.flows.group import Group, Peer
 from mx_cli.flows.refusals import SHOWN, Refusals, said
 from mx_cli.flows.serving import own_generations
-from mx_cli.model.holding import HOST, Holding
+from mx_cli.model.holding import HOST
 from mx_cli.model.identity import KINDS, kind_of
 from mx_cli.model.record import SERVING, UNKNOWN, Record
 from mx_cli.transport.host import host_facts, share_memory
 from mx_cli.transport.peer import PeerSource
-from mx_cli.transport.session import Grant, Queued, Session, dial
+from mx_cli.transport.session import Queued, Session, dial
 
 DIALS = 16
 DIAL_TIMEOUT = 1.0
@@ -43,37 +43,6 @@ LOOK_EVERY = 1.0
 MORE_PEERS = (
     "--wait DURATION waits longer for a slot; mx serve --max-readers N, or mx pull --then-serve, makes more of them"
 )
-
-
-@dataclass
-class Peer:
-    """One life of a peer that answered: what it says of itself, and by which identity it matches."""
-
-    session: Session
-    facts: Mapping[str, Any]
-    matched: str
-    grant: Grant | None = None
-    member: Member | None = None
-    path: str = ""
-    reason: str = ""
-
-    @property
-    def address(self) -> str:
-        return self.session.address
-
-    @property
-    def load(self) -> float:
-        return (int(self.facts.get("readers", 0)) + int(self.facts.get("queue", 0))) / max(
-            1, int(self.facts.get("slots", 1))
-        )
-
-
-@dataclass
-class Group:
-    """Peers that hold the very same files: they can be read together."""
-
-    holding: Holding
-    peers: list[Peer]
 
 
 class Peering:
@@ -124,10 +93,8 @@ class Peering:
     def close(self, serving: str = "", verified: int = 0) -> None:
         """Give grants back and hang up. `serving`: where this process offers the `verified` bytes itself now. Idempotent."""
         self._hooks.close()
-        granted = [peer.grant for peer in (self.group.peers if self.group else ()) if peer.grant]
-        # At once: each may be silent for seconds.
-        with ThreadPoolExecutor(max(1, len(granted))) as pool:
-            list(pool.map(lambda grant: grant.release(serving, verified), granted))
+        if self.group:
+            self.group.leave(serving, verified)
         for session in self._sessions.values():
             session.close()
         self._sessions.clear()
@@ -283,6 +250,15 @@ class Peering:
                     f"no slot is free at {units.count(len(self.group.peers), 'peer')}; waiting for one"
                 )
             self._context.stop.wait(min(pause, left))
+
+    def try_paths(self) -> None:
+        """Ask once for slots and open paths: each peer's `path` and `reason` tell. Keeps nothing; blocks for seconds."""
+        assert self.group is not None, "find comes first"
+        self._ask(self.group, set(), "")
+        for peer in self.group.peers:
+            if peer.grant and (member := self._member(peer, Bell(), [])):
+                member.source.close()
+            peer.reason = peer.reason or "no slot is free"
 
     def _tell(self) -> None:
         assert self.group is not None

@@ -25,7 +25,7 @@ from mx_cli.flows.request import Outcome, Request
 from mx_cli.flows.supply import FromOrigin
 from mx_cli.model import identity
 from mx_cli.model.holding import Holding
-from mx_cli.model.identity import kind_of
+from mx_cli.model.identity import Identity, kind_of
 from mx_cli.model.manifest import Manifest
 
 CHECKPOINT: tuple[str, dict[str, Any]] = ("checkpoint", {})
@@ -95,6 +95,12 @@ class PullOutcome:
         return f"route {self.route}: {units.count(self.files, 'file')}, {moved}" + (f" ({ways})" if ways else "")
 
 
+def offline_context(context: Context) -> Context:
+    """The same surroundings, without asking any origin."""
+    settings = dataclasses.replace(context.settings, offline=True)
+    return dataclasses.replace(context, resolved=dataclasses.replace(context.resolved, settings=settings))
+
+
 def pull(request: PullRequest, context: Context, own: str = "") -> PullOutcome:
     """Blocks until the weights are there, whole and verified. Idempotent for the cache; `to` must not hold other files.
 
@@ -121,12 +127,13 @@ class Pull:
         if unknown or not request.routes:
             raise UsageError(f"not a route (--route {','.join(unknown)}: expected {', '.join(route.NAMES)})")
         identity.refuse_part(request.model)
-        self._uri = "" if kind_of(request.model) or is_local(request.model) else request.model
+        # What was asked for, if that is a URI.
+        self.uri = "" if kind_of(request.model) or is_local(request.model) else request.model
         if kind_of(request.model) == "config":
             raise UsageError(f"{request.model} identifies a configuration, no weights", hint="mx hash MODEL")
-        if request.revision is not None and not self._uri:
+        if request.revision is not None and not self.uri:
             raise UsageError("--revision is for a URI")
-        if request.origin and self._uri:
+        if request.origin and self.uri:
             raise UsageError("--origin is for an identity: the URI is the origin")
 
     def run(self) -> PullOutcome:
@@ -146,7 +153,7 @@ class Pull:
     @property
     def origin_uri(self) -> str:
         """The URI to fetch from when all else fails; empty when there is none."""
-        return self._uri or self._request.origin or ""
+        return self.uri or self._request.origin or ""
 
     # -- peer ----------------------------------------------------------------------------------------------------
 
@@ -177,15 +184,19 @@ class Pull:
 
     def wanted(self) -> list[str]:
         """The identities that a source may match. Asks the origin where the revision is a moving name."""
+        if kind_of(self._request.model):
+            return [self._request.model]
+        return [one.id for one in self.identities()]
+
+    def identities(self) -> list[Identity]:
+        """The same as records, for a model that is not given by one. Raises NoPeer without an immutable revision."""
         request, context = self._request, self._context
-        if kind_of(request.model):
-            return [request.model]
-        if not self._uri:
+        if not self.uri:
             found = hash_anything(
                 request.model, context, layout=CHECKPOINT, kind=None, content=True, revision=None, verify=False
             )
-            return [one.id for one in found.identities if one.kind != "config"]
-        origin = context.origin(self._uri)
+            return [one for one in found.identities if one.kind != "config"]
+        origin = context.origin(self.uri)
         try:
             revision = request.revision or origin.revision
             if not is_immutable(origin.uri, revision):
@@ -194,7 +205,7 @@ class Pull:
                 revision = origin.listing(revision or None, context.stop).revision
             if not revision:
                 raise NoPeer(f"{origin.uri} has no immutable revision that a peer could match")
-            return [identity.of_origin(origin.uri, revision).id]
+            return [identity.of_origin(origin.uri, revision)]
         finally:
             origin.close()
 
@@ -219,14 +230,15 @@ class Pull:
 
     def from_cache(self) -> Taken[PullOutcome]:
         """A complete snapshot, the origin unasked. Raises NotFound."""
-        if self._uri:
-            outcome = self._prefetch(self._uri, self._request.revision, offline=True)
+        if self.uri:
+            outcome = self._prefetch(self.uri, self._request.revision, offline=True)
             return Taken(self._cached(outcome, "cache", self._first(outcome)), "a complete snapshot is there")
-        found = self._snapshot()
+        found = self.snapshot()
         outcome = self._prefetch(found.uri, found.revision, offline=True)
         return Taken(self._cached(outcome, "cache", self._first(outcome)), "a snapshot has the identity")
 
-    def _snapshot(self) -> Manifest:
+    def snapshot(self) -> Manifest:
+        """A whole snapshot of the cache with one of the identities. Raises NotFound."""
         wanted = set(self.wanted())
         for model in self._context.cache().all_models():
             snapshots = self._context.snapshots(model)
@@ -238,7 +250,7 @@ class Pull:
     def from_origin(self) -> Taken[PullOutcome]:
         """The snapshot, fetched where it is not there. Raises what a prefetch raises, Incompatible for other weights."""
         outcome = self._prefetch(self.origin_uri, self._request.revision, offline=False)
-        if not self._uri and not set(self.wanted()) & set(outcome.identity.values()):
+        if not self.uri and not set(self.wanted()) & set(outcome.identity.values()):
             raise Incompatible(
                 f"{self.origin_uri} holds other weights ({self._first(outcome)}, expected {self._request.model})",
                 hint="mx hash MODEL --diff OTHER names what differs",
@@ -248,10 +260,7 @@ class Pull:
         return Taken(self._cached(outcome, "origin", self._first(outcome)), f"{self.origin_uri}, {how}")
 
     def _prefetch(self, uri: str, revision: str | None, *, offline: bool) -> Outcome:
-        context = self._context
-        if offline:
-            settings = dataclasses.replace(context.settings, offline=True)
-            context = dataclasses.replace(context, resolved=dataclasses.replace(context.resolved, settings=settings))
+        context = offline_context(self._context) if offline else self._context
         request = Request(uri, revision=revision)
         outcome = Prefetch(request, context, FromOrigin(context.origin(uri), context.settings)).run()
         if self._request.to:

@@ -101,7 +101,7 @@ def variables(network: Network, gpu: bool) -> dict[str, str]:
     chosen = os.environ.get("UCX_TLS", "")
     if chosen and not _carries_messages(chosen):
         raise UsageError(f"UCX_TLS={chosen}: peers need the transport tcp", hint="unset UCX_TLS, or add tcp to it")
-    found = _loading() | network.variables()
+    found = loading() | network.variables()
     # UCX's own segments of 8 KiB halve the speed, and its own keepalive takes minutes to see a host that is gone.
     found |= {"UCX_TCP_TX_SEG_SIZE": "1M", "UCX_TCP_RX_SEG_SIZE": "1M"}
     found |= {"UCX_TCP_KEEPIDLE": "2s", "UCX_TCP_KEEPINTVL": "1s", "UCX_TCP_KEEPCNT": "3"}
@@ -113,7 +113,7 @@ def variables(network: Network, gpu: bool) -> dict[str, str]:
     return found
 
 
-def _loading() -> dict[str, str]:
+def loading() -> dict[str, str]:
     """What has to be set when the libraries are loaded."""
     # They would write to stdout, which is for the answer.
     found = {"UCX_LOG_FILE": "stderr", "UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
@@ -184,9 +184,8 @@ def missing() -> str:
 @functools.cache
 def _module() -> Any:
     """The `_api` module of one build. The package `nixl` itself would import torch to choose between them."""
-    with environment(_loading()):
-        build = _build()
-        module = importlib.import_module(f"{build}._api")
+    with environment(loading()):
+        module = importlib.import_module(f"{build()}._api")
     logger = logging.getLogger("nixl")
     if "NIXL_LOG_LEVEL" not in os.environ:
         logger.setLevel(logging.CRITICAL)
@@ -196,7 +195,7 @@ def _module() -> Any:
     return module
 
 
-def _build() -> str:
+def build() -> str:
     """The build that the process already uses (two copies of UCX do not go together), else that of torch's CUDA."""
     loaded = [build for build in _BUILDS if f"{build}._api" in sys.modules]
     if loaded:
@@ -241,20 +240,10 @@ def make_bare_agent(api: Any, name: str) -> Any:
     return api.nixl_agent(name, api.nixl_agent_config(backends=[]))
 
 
-def build() -> str:
-    """Which build of NIXL is used here, after `load`."""
-    return _build()
-
-
 def ucx_libraries() -> Path | None:
     """The directory of the libraries that NIXL's package brings; None where they are not known."""
     library = _ucx()
     return library.parent if library else None
-
-
-def loading() -> dict[str, str]:
-    """What has to be set when the libraries are loaded."""
-    return _loading()
 
 
 def errors(api: Any) -> tuple[type[Exception], ...]:
