@@ -54,7 +54,7 @@ def load(
     tensors: dict[str, Any] = {}
     found, origin = catalog(model, revision, context)
     try:
-        layout = own_tensors(found.holding, names, index, tensors)
+        layout = own_tensors(found.holding, names, index, tensors, fresh=True)
         bell = Bell()
         move(
             found.holding,

@@ -15,7 +15,7 @@ from mx_cli.engine.run import Limits, Transfer, cores
 from mx_cli.flows.context import Context
 from mx_cli.model.holding import Extent, Holding
 from mx_cli.model.manifest import Entry
-from mx_cli.plan.blocks import aligned
+from mx_cli.plan.blocks import aligned, steps
 from mx_cli.sinks.host import MemorySink
 from mx_cli.transport.disk import Disk
 from mx_cli.transport.peer import ITEM, PeerSource
@@ -46,7 +46,13 @@ def compare(
 
     Missing: wanted and not offered. Extra: offered and not wanted. Raises Incompatible, which names them.
     """
-    offered = table(holding)
+    return compare_tables(table(holding), wanted, allow_missing=allow_missing, allow_extra=allow_extra)
+
+
+def compare_tables(
+    offered: Mapping[str, Shape], wanted: Mapping[str, Shape], *, allow_missing: bool, allow_extra: bool
+) -> list[str]:
+    """The same for tables, whoever has them."""
     missing = sorted(wanted.keys() - offered.keys())
     extra = sorted(offered.keys() - wanted.keys())
     wrong = [
@@ -140,7 +146,8 @@ def pieces_to_read(holding: Holding, targets: Sequence[Extent], entries: Mapping
         record = holding.manifest.record(file)
         assert record is not None, "targets are of the manifest's files"
         entry = entries.get(file) or holding.entry(record)
-        found += [ReadItem(entry, start, end - start) for start, end in aligned(spans, holding.blocks(file), ITEM)]
+        blocks = holding.blocks(file) or steps(spans, ITEM)
+        found += [ReadItem(entry, start, end - start) for start, end in aligned(spans, blocks, ITEM)]
     return found
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mx_cli.base.errors import MxError, UsageError
+from mx_cli.base.errors import UsageError
 from mx_cli.engine import route
 from mx_cli.engine.many import Bell, Member
 from mx_cli.engine.route import Attempt, Taken
@@ -25,7 +24,10 @@ from mx_cli.model.holding import HOST, Extent, Holding, joined
 
 @dataclass(frozen=True)
 class Received:
-    """What came into memory: how many tensors of each kind, bytes, from whom, and by which route with what reasons."""
+    """What came into memory: how many tensors of each kind, bytes, from whom, and by which route with what reasons.
+
+    `extra` of the bytes were read along between those of a rank.
+    """
 
     tensors: int
     parameters: int
@@ -36,6 +38,7 @@ class Received:
     attempts: tuple[Attempt, ...]
     sources: Mapping[str, int]
     version: int
+    extra: int = 0
 
 
 MakeLayout = Callable[[Holding], Layout]
@@ -56,7 +59,7 @@ class IntoMemory:
             "origin": lambda: self._from_disk("origin"),
         }
         names = [name for name in self._request.routes if name != "origin" or self._puller.origin_uri]
-        received, attempts = route.first([(name, _freeing(takers[name])) for name in names], self._say)
+        received, attempts = route.first([(name, takers[name]) for name in names], self._say)
         return dataclasses.replace(received, attempts=tuple(attempts))
 
     def _say(self, attempt: Attempt) -> None:
@@ -101,19 +104,6 @@ class IntoMemory:
         )
 
 
-def _freeing(take: Callable[[], Taken[Received]]) -> Callable[[], Taken[Received]]:
-    """The same, but an error keeps no memory that was meant for weights: the next route needs as much."""
-
-    def freeing() -> Taken[Received]:
-        try:
-            return take()
-        except MxError as error:
-            traceback.clear_frames(error.__traceback__)
-            raise
-
-    return freeing
-
-
 def request_of(
     model: str,
     revision: str | None,
@@ -123,8 +113,13 @@ def request_of(
     require: Sequence[str],
     routes: Sequence[str],
 ) -> PullRequest:
-    """The same wishes as the options of `mx pull`."""
-    return PullRequest(model, Wish(tuple(peers), path, frozenset(require)), revision, origin, None, tuple(routes))
+    """The same wishes as the options of `mx pull`. One word is as good as a list of one."""
+    wish = Wish(_listed(peers), path, frozenset(_listed(require)))
+    return PullRequest(model, wish, revision, origin, None, _listed(routes))
+
+
+def _listed(words: Sequence[str]) -> tuple[str, ...]:
+    return (words,) if isinstance(words, str) else tuple(words)
 
 
 def pull_into(
@@ -140,6 +135,8 @@ def pull_into(
     allow_missing: bool = False,
     allow_extra: bool = False,
     all_buffers: bool = False,
+    rank: str | None = None,
+    rules: Any = None,
     **settings: Any,
 ) -> Received:
     """Fill the tensors of a module, or of a mapping, with the weights of `model` (a URI, an identity, a directory).
@@ -153,6 +150,11 @@ def pull_into(
     `origin` (the URI, or `origin` for an identity). `path`: auto, nixl-read or socket. `require`: rdma, encrypted.
     `settings`: as in `mx config`, such as `wait`, `discovery`, `cache_dir`, `peer_token_file`.
 
+    `rank` (r/n, from 0): the target holds that rank's part of each tensor, by `rules` as in `load`. Besides peers that have
+    the weights whole, those that `serve` them in parts are read then, whatever their parallel size; that they have it all
+    between them is found out first. Only what the rank needs is read, and gaps of up to 256 KiB where each request costs
+    (`extra` of the answer). Blocks of 4 MiB of which only a part is read are not verified; all others are.
+
     Blocks. Raises UsageError for a target that cannot be filled, Incompatible for one that does not fit (then nothing was
     written), NoPeer, IntegrityError, TransportFailed and what a prefetch raises. After any other error than the first two
     the target must not be used.
@@ -162,6 +164,14 @@ def pull_into(
 
     described = torch_tensors.describe(target, all_buffers=all_buffers, pack=False)
     context = process_context(settings)
+    request = request_of(model, revision, origin, peers, path, require, routes)
+    if rank is not None:
+        from mx_cli.flows.pull_ranks import RankPull, into
+
+        choose, memory = into(described, allow_missing=allow_missing, allow_extra=allow_extra)
+        return RankPull(request, context, rank, rules, choose, memory, put_on_gpu()).run()[0]
+    if rules is not None:
+        raise UsageError("rules without a rank")
 
     def make(holding: Holding) -> Layout:
         twins = filled_by_twins(described, table(holding))
@@ -171,7 +181,6 @@ def pull_into(
         kinds = {one.name: one.kind for one in described}
         return dataclasses.replace(layout, names=[*layout.names, *sorted(twins)], kinds=kinds)
 
-    request = request_of(model, revision, origin, peers, path, require, routes)
     return IntoMemory(request, context, make, put_on_gpu()).run()
 
 
@@ -186,6 +195,8 @@ def pull(
     path: str = "auto",
     require: Sequence[str] = (),
     routes: Sequence[str] = route.NAMES,
+    rank: str | None = None,
+    rules: Any = None,
     **settings: Any,
 ) -> dict[str, Any]:
     """The weights of `model` as tensors of this process's own, by name; tied ones share memory. `names`: only these.
@@ -197,17 +208,29 @@ def pull(
 
     context = process_context(settings)
     index = device_number(device)
+    request = request_of(model, revision, origin, peers, path, require, routes)
+    if rank is not None:
+        from mx_cli.flows.pull_ranks import RankPull, own
+
+        return RankPull(request, context, rank, rules, *own(names, index), put_on_gpu()).run()[1]
+    if rules is not None:
+        raise UsageError("rules without a rank")
     tensors: dict[str, Any] = {}
 
     def make(holding: Holding) -> Layout:
         return own_tensors(holding, names, index, tensors)
 
-    IntoMemory(request_of(model, revision, origin, peers, path, require, routes), context, make, put_on_gpu()).run()
+    IntoMemory(request, context, make, put_on_gpu()).run()
     return tensors
 
 
-def own_tensors(holding: Holding, names: Sequence[str] | None, device: int, tensors: dict[str, Any]) -> Layout:
-    """Memory for the tensors `names` (None: all), which `finish` puts into `tensors`. Raises UsageError, NoSpace."""
+def own_tensors(
+    holding: Holding, names: Sequence[str] | None, device: int, tensors: dict[str, Any], *, fresh: bool = False
+) -> Layout:
+    """Memory for the tensors `names` (None: all), which `finish` puts into `tensors`. Raises UsageError, NoSpace.
+
+    `fresh`: see Pool.
+    """
     from mx_cli.sinks import torch_tensors
 
     every = table(holding)
@@ -216,7 +239,7 @@ def own_tensors(holding: Holding, names: Sequence[str] | None, device: int, tens
     chosen = sorted(every if names is None else names)
     wanted = pieces_of(holding, {name: every[name][0] for name in chosen})
     starts, size = packed(wanted)
-    block = byte_block(device, size)
+    block = byte_block(device, size, fresh=fresh)
     base = block.data_ptr()
     targets = [
         Extent(one.file, one.start, one.length, base + at, device) for one, at in zip(wanted, starts, strict=True)

@@ -20,7 +20,7 @@ from mx_cli.flows.in_process import process_context, require_torch
 from mx_cli.flows.load import member
 from mx_cli.flows.pull_tensors import device_number
 from mx_cli.model.holding import HOST, Tensor
-from mx_cli.plan.blocks import aligned
+from mx_cli.plan.blocks import aligned, steps
 from mx_cli.sinks.ring import ALIGN, Group, RingSink
 from mx_cli.transport.peer import ITEM
 
@@ -149,7 +149,8 @@ def _read(
         record = found.holding.manifest.record(group.file)
         assert record is not None, "groups are of the manifest's files"
         entry = found.entries.get(group.file) or found.holding.entry(record)
-        spans = aligned([(group.start, group.end)], found.holding.blocks(group.file), ITEM)
+        wanted = [(group.start, group.end)]
+        spans = aligned(wanted, found.holding.blocks(group.file) or steps(wanted, ITEM), ITEM)
         items += [ReadItem(entry, start, end - start) for start, end in spans]
     most = max(1, min(source.caps.max_in_flight, settings.max_connections, beside // (2 * CONNECTION)))
     limits = Limits(settings.retry_for, settings.stall_timeout, min(most, 4 * cores()), most)

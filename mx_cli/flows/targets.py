@@ -18,6 +18,8 @@ from mx_cli.plan.shared import Piece, Wanted, pieces
 from mx_cli.sinks.torch_tensors import Described, alignment
 
 ALIGN = 64
+PAGE = 4096
+"""Bytes: memory that has a file's place within a page takes direct reads of a disk."""
 
 
 @dataclass(frozen=True)
@@ -162,29 +164,36 @@ def _through_copies(
 
 
 def packed(wanted: Sequence[Piece]) -> tuple[list[int], int]:
-    """Where each piece begins in one block of memory, and the bytes in all. Neighbours in a file are neighbours in it."""
+    """Where each piece begins in one block of memory, and the bytes in all. Neighbours in a file are neighbours in it.
+
+    The first of them has the file's place within a page, where that suits its tensors.
+    """
     found: list[int] = []
     size = 0
     last: Piece | None = None
     for piece in wanted:
         follows = last is not None and last.file == piece.file and last.end == piece.start
         if not (follows and size % piece.alignment == piece.shift):
-            size = -(-size // ALIGN) * ALIGN + piece.shift
+            place = piece.start % PAGE
+            if place % piece.alignment == piece.shift:
+                size += (place - size) % PAGE
+            else:
+                size = -(-size // ALIGN) * ALIGN + piece.shift
         found.append(size)
         size += piece.length
         last = piece
     return found, size
 
 
-def byte_block(device: int, size: int) -> Any:
-    """A tensor of bytes: a pool of huge pages, or a block of a GPU's memory. Raises NoSpace."""
+def byte_block(device: int, size: int, *, fresh: bool = False) -> Any:
+    """A tensor of bytes: a pool of huge pages (`fresh`: see Pool), or a block of a GPU's memory. Raises NoSpace."""
     if device != HOST:
         from mx_cli.transport.on_gpu import allocate
 
         return allocate(device, size)
     from mx_cli.sinks.torch_tensors import bytes_of
 
-    return bytes_of(Pool(max(size, 1)).view)
+    return bytes_of(Pool(max(size, 1), fresh=fresh).view)
 
 
 def _copy(copies: Iterable[tuple[Described, Any]]) -> None:

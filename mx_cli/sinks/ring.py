@@ -39,7 +39,7 @@ class RingSink:
 
     def __init__(self, groups: Sequence[Group], size: int) -> None:
         """Raises NoSpace."""
-        self.pool = Pool(size)
+        self.pool = Pool(size, fresh=True)
         self._groups = list(groups)
         self._changed = threading.Condition()
         self._next = 0
