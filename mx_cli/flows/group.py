@@ -1,0 +1,60 @@
+"""Peers that were met, and that can be read together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mx_cli.engine.many import Member
+from mx_cli.model.holding import Holding
+from mx_cli.transport.session import Grant, Session
+
+FAREWELL = 0.5
+"""Seconds for the goodbye to a peer that was left: it may be dead or frozen, and is told all the same."""
+
+
+@dataclass
+class Peer:
+    """One life of a peer that answered: what it says of itself, and by which identity it matches."""
+
+    session: Session
+    facts: Mapping[str, Any]
+    matched: str
+    grant: Grant | None = None
+    member: Member | None = None
+    path: str = ""
+    reason: str = ""
+
+    @property
+    def address(self) -> str:
+        return self.session.address
+
+    @property
+    def load(self) -> float:
+        return (int(self.facts.get("readers", 0)) + int(self.facts.get("queue", 0))) / max(
+            1, int(self.facts.get("slots", 1))
+        )
+
+
+@dataclass
+class Group:
+    """Peers that hold the very same files: they can be read together."""
+
+    holding: Holding
+    peers: list[Peer]
+
+    def leave(self, serving: str = "", verified: int = 0) -> None:
+        """Give all grants back, at once, since each peer may be silent for seconds. Idempotent.
+
+        `serving`: where this process offers the `verified` bytes itself now.
+        """
+        leaving = []
+        for peer in self.peers:
+            if peer.grant:
+                farewell = threading.Thread(target=peer.grant.release, args=(serving, verified), daemon=True)
+                farewell.start()
+                leaving.append((farewell, FAREWELL if peer.member and peer.member.failure else None))
+        for farewell, limit in leaving:
+            farewell.join(limit)
