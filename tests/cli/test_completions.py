@@ -146,7 +146,9 @@ def complete_in_zsh(place: Path, line: str, quiet: float) -> str:
         os.chdir(place / "work")
         os.execvpe("zsh", ["zsh", "-f", "-i"], env)
     try:
-        setup = f"fpath=({place} $fpath); autoload -U compinit; compinit -u -D; setopt nobeep autolist; PROMPT='REA''DY> '"
+        setup = (
+            f"fpath=({place} $fpath); autoload -U compinit; compinit -u -D; setopt nobeep autolist; PROMPT='REA''DY> '"
+        )
         os.write(terminal, setup.encode() + b"\n")
         # What is typed before the prompt, the terminal takes and not zsh: its ^D is another one.
         read_until(terminal, "READY> ", 20)
