@@ -25,7 +25,7 @@ from mx_cli.base.address import split_address
 from mx_cli.base.errors import AccessDenied, Incompatible, MxError, NotFound, Unreachable, UsageError
 from mx_cli.model.holding import Holding
 from mx_cli.model.record import DRAINING, LOADING, SERVING
-from mx_cli.transport import protocol
+from mx_cli.transport import metrics, protocol
 from mx_cli.transport.grants import Grants, Place
 from mx_cli.transport.handshake import Handshake
 from mx_cli.transport.http1 import Request, Response, answer
@@ -329,13 +329,7 @@ class Control:
             ("handshakes_refused_total", "counter", "handshakes without a known secret", self._refused),
             ("version", "gauge", "version of the weights", holding.version if holding else 0),
         ]
-        lines: list[str] = []
-        for name, kind, text, value in rows:
-            lines += [f"# HELP mxcli_{name} {text}", f"# TYPE mxcli_{name} {kind}", f"mxcli_{name} {value}"]
-        lines += ["# HELP mxcli_state what the peer does", "# TYPE mxcli_state gauge"]
-        states = (LOADING, SERVING, UPDATING, DRAINING)
-        lines += [f'mxcli_state{{state="{state}"}} {int(state == self.state)}' for state in states]
-        return "\n".join(lines) + "\n"
+        return metrics.text(rows, self.state, (LOADING, SERVING, UPDATING, DRAINING))
 
 
 def _refusal(error: MxError, status: int = 0, headers: Mapping[str, str] | None = None) -> Response:
