@@ -19,6 +19,7 @@ from mx_cli.flows.cuts import Cut, cut_of
 from mx_cli.flows.serving import Offer, Serving
 from mx_cli.flows.trust import is_loopback
 from mx_cli.model import hf_config, identity
+from mx_cli.model import layout as model_layout
 from mx_cli.model.digest import TensorDigester
 from mx_cli.model.holding import HOST, Extent, Holding, start_key
 from mx_cli.model.identity import Identity
@@ -71,7 +72,8 @@ class Handle:
 
     def __init__(self, source: Any, context: Context, offer: Offer, named: Named, all_buffers: bool) -> None:
         self._source, self._context, self._named, self._all_buffers = source, context, named, all_buffers
-        self._changing = threading.Lock()
+        self._changing = threading.RLock()
+        self._updating = False
         self._agent: Any = None
         self._regions: list[tuple[int, int, int]] = []
         self._serving = Serving(context, offer)
@@ -114,12 +116,15 @@ class Handle:
 
         Who reads longer is sent away: its bytes come with the digests that they had, or its pull fails. Afterwards
         everything is hashed again, as the next version; also after an error in the block, since weights may have changed.
-        Blocks. Raises UsageError for a handle that is closed, and what `serve` raises for tensors; then nobody reads until
-        another update succeeds.
+        Blocks, also while another thread updates. Raises UsageError for a handle that is closed, and for an update within
+        an update; and what `serve` raises for tensors: then nobody reads until another update succeeds.
         """
         with self._changing:
             if self._source is None:
                 raise UsageError("this handle is closed", hint="serve again")
+            if self._updating:
+                raise UsageError("an update within an update")
+            self._updating = True
             control = self._serving.control
             control.pause()
             try:
@@ -128,9 +133,11 @@ class Handle:
                     control.revoke()
                 yield
             finally:
-                described = describe_holding(self._source, self._named, self.version + 1, self._all_buffers)
-                self._serving.renew(described.holding, self._held(described))
-                control.resume()
+                self._updating = False
+                if self._source is not None:
+                    described = describe_holding(self._source, self._named, self.version + 1, self._all_buffers)
+                    self._serving.renew(described.holding, self._held(described))
+                    control.resume()
 
     def close(self) -> None:
         """Stop serving, after the readers that are there have had a moment; nothing refers to the weights then. Idempotent."""
@@ -213,7 +220,7 @@ def serve(
     source: Any,
     *,
     config: Any = None,
-    stage: str = "checkpoint",
+    stage: str | None = None,
     layout: Mapping[str, Any] | None = None,
     origin: tuple[str, str] | None = None,
     rank: str | None = None,
@@ -233,8 +240,9 @@ def serve(
     reader. `all_buffers`: also buffers that a state dict leaves out. Threads of this process answer; nothing is forked.
 
     `listen`, `advertise`, `max_readers`, `name`: as in `mx serve`; others than this host's processes get in only with
-    `peer_token_file` (a setting). `config`: the model's config.json (bytes, or what it holds), part of the content identity. `origin`:
-    (URI, revision) that the weights are of. `stage` and `layout`: see `mx hash`. `settings`: as in `mx config`.
+    `peer_token_file` (a setting). `config`: the model's config.json (bytes, or what it holds), part of the content
+    identity. `origin`: (URI, revision) that the weights are of. `stage`, and `layout` (tp, rank, dtype, …): as the options
+    of `mx hash`, and the same identities. `settings`: as in `mx config`.
 
     `rank` (r/n, from 0): the tensors are this rank's part of whole ones, by `rules` as in `load`. Readers of any parallel
     size find all ranks of the set by the `origin`, which is needed then, and must give `rank` too: `pull(URI, rank=...)`.
@@ -255,6 +263,7 @@ def serve(
         )
     cut = None if rank is None else cut_of(rank, rules, lambda: known)
     shapes = {name: tuple(shape) for name, shape in (whole or {}).items()}
+    stage, layout = model_layout.layout(stage, layout or {})
     named = Named(known, stage, layout, context.origin(uri).uri if uri else "", revision, cut, shapes)
     offer = Offer(listen, advertise, max_readers, name)
     return Handle(source, context, offer, named, all_buffers)
@@ -271,11 +280,18 @@ def require_torch() -> None:
 def _config(config: Any) -> dict[str, Any] | None:
     if config is None:
         return None
-    if isinstance(config, bytes):
-        return hf_config.load(config, "config")
-    import json
+    if isinstance(config, Mapping):
+        import json
 
-    return hf_config.load(json.dumps(dict(config)).encode(), "config")
+        try:
+            config = json.dumps(dict(config)).encode()
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"config is not what a config.json can hold ({error})") from None
+    if not isinstance(config, bytes):
+        raise UsageError(
+            f"config is neither bytes nor a mapping ({type(config).__name__})", hint="config.to_dict() makes one"
+        )
+    return hf_config.load(config, "config")
 
 
 def describe_holding(source: Any, named: Named, version: int, all_buffers: bool = False) -> Described:
