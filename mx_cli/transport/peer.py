@@ -14,7 +14,7 @@ from mx_cli.base.oserrors import explain
 from mx_cli.engine.buffers import at_address, write_at
 from mx_cli.engine.ports import Block, Done, File, Host, Memory, ReadItem, SourceCaps, Through
 from mx_cli.engine.threads import Flight, Threads
-from mx_cli.model.holding import HOST, Check, Holding
+from mx_cli.model.holding import HOST, Check, Extent, Holding
 from mx_cli.model.manifest import BLOCK
 
 ITEM = 2 * BLOCK
@@ -101,6 +101,8 @@ class PeerSource(Threads):
             self._path.bring(item, dest, flight)
             if dest.device == HOST:
                 self._verify(item, dest)
+            else:
+                self._verify_on_gpu(item, dest)
             return (Block(item.offset, item.length, b""),)
         return tuple(
             block
@@ -133,6 +135,20 @@ class PeerSource(Threads):
             raise next(
                 self._wrong(check, one) for check, one in zip(checks, found, strict=True) if one != check.expected
             )
+
+    def _verify_on_gpu(self, item: ReadItem, dest: Memory) -> None:
+        """The same for what has landed in a GPU's memory: a copy of it is what the digests are taken of."""
+        from mx_cli.transport.on_gpu import copy_out
+
+        copy = copy_out(dest.device)
+        buffer = self._path.buffer()
+        try:
+            for offset, length, address in dest.parts:
+                found = Extent(item.entry.path, item.offset + offset, length, address, dest.device)
+                copy(found, at_address(buffer + offset, length))
+            self._verify(item, Memory(tuple((offset, length, buffer + offset) for offset, length, _ in dest.parts)))
+        finally:
+            self._path.give_back(buffer)
 
     def _wrong(self, check: Check, found: str) -> IntegrityError:
         where = f"tensor {check.tensor}, block {check.block}"
