@@ -232,7 +232,8 @@ def test_a_grant_that_is_gone_ends_the_source_even_when_its_reads_hang() -> None
 
 
 def test_silence_is_a_failure() -> None:
-    bench = Bench(2, silence=0.2)
+    bench = Bench(2)
+    bench.member("a").silence = 0.2
     bench.paths["a"].before = bench.paths["a"].hang
     bench.run()
     bench.check()

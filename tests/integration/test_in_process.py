@@ -21,13 +21,14 @@ from mx_cli.base.errors import Incompatible, IntegrityError, MxError, NoPeer, Tr
 from tests.rig import cachecheck, capabilities, limits, servers
 from tests.rig.serving import eventually, slow
 from tests.rig.tensor_source import MIB, TensorSource, module, recipe, tensor_source, torture
-from tests.support import capability, safetensors_bytes
+from tests.support import Mx, capability, safetensors_bytes
 
 if not capabilities.have("torch"):
     pytest.skip("missing: torch", allow_module_level=True)
 
 import torch
 
+DTYPES = {torch.float32: "F32", torch.int64: "I64"}
 SHARED = ("module", "torture", "empty", "bf16", "shapes", "named:20000", "overlap", "noise:9")
 
 
@@ -598,6 +599,57 @@ def metric(address: str, name: str) -> int:
     return next(int(line.split()[1]) for line in body.splitlines() if line.startswith(f"mxcli_{name} "))
 
 
+def test_an_update_within_an_update_and_a_close_within_one(place: Path) -> None:
+    tensors = {"w": torch.ones(10)}
+    with (
+        mx_cli.serve(tensors, **settings(place)) as handle,
+        handle.update(),
+        pytest.raises(UsageError, match="within an update"),
+        handle.update(),
+    ):
+        pytest.fail("its block must not run")
+    with mx_cli.serve({"w": torch.ones(10)}, **settings(place)) as handle, handle.update():
+        handle.close()
+
+
+def test_identities_are_those_of_mx_hash(mx: Mx, place: Path, tmp_path: Path) -> None:
+    """H-, and identity.md: a module in memory and its checkpoint on disk are the same weights; so is a tied module."""
+    rows = {
+        name: (DTYPES[tensor.dtype], list(tensor.shape), raw(tensor)) for name, tensor in module().state_dict().items()
+    }
+    del rows["head.weight"]
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 16}')
+    (tmp_path / "model.safetensors").write_bytes(safetensors_bytes(rows))
+    revision = "a" * 40
+
+    def hashed(*options: str) -> str:
+        return mx("hash", *options).ok().out.strip()
+
+    for options, layout in (
+        ([], {}),
+        (
+            ["--stage", "loaded", "--tp", "2", "--rank", "1", "--dtype", "bf16"],
+            {"tp": 2, "rank": 1, "dtype": "torch.bfloat16"},
+        ),
+        (["--stage", "loaded", "--set", "gpu_arch=90"], {"gpu_arch": "90"}),
+    ):
+        stage = "loaded" if layout else None
+        config = (tmp_path / "config.json").read_bytes()
+        origin = ("hf://org/name", revision)
+        with mx_cli.serve(
+            module(), config=config, stage=stage, layout=layout, origin=origin, **settings(place)
+        ) as handle:
+            assert handle.identities["content"] == hashed(str(tmp_path), "--kind", "content", *options)
+            assert handle.identities["origin"] == hashed(f"hf://org/name@{revision}", "--kind", "origin", *options)
+    for wrong in ({"stage": "runtime"}, {"layout": {"tp": 0}}, {"stage": "checkpoint", "layout": {"tp": 2}}):
+        with pytest.raises(UsageError):
+            mx_cli.serve(module(), **wrong, **settings(place))
+    with pytest.raises(UsageError, match="config is neither"):
+        mx_cli.serve(module(), config=object(), **settings(place))
+    with pytest.raises(UsageError, match="config is not"):
+        mx_cli.serve(module(), config={"dtype": torch.float16}, **settings(place))
+
+
 # --- exit codes ------------------------------------------------------------------------------------------------------
 
 
@@ -695,10 +747,7 @@ def test_a_tied_module_from_a_checkpoint_without_the_tied_name(place: Path, tmp_
     """A checkpoint keeps one of the names; the module's own tie fills the other."""
     state = module().state_dict()
     del state["head.weight"]
-    rows = {
-        name: ("I64" if tensor.dtype == torch.int64 else "F32", list(tensor.shape), raw(tensor))
-        for name, tensor in state.items()
-    }
+    rows = {name: (DTYPES[tensor.dtype], list(tensor.shape), raw(tensor)) for name, tensor in state.items()}
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model.safetensors").write_bytes(safetensors_bytes(rows))
     target = module(0)
@@ -771,3 +820,26 @@ def shared_memory(file: Path, size: int) -> mmap.mmap:
     with file.open("w+b") as opened:
         opened.truncate(size)
         return mmap.mmap(opened.fileno(), size)
+
+
+# --- a GPU at either end ---------------------------------------------------------------------------------------------
+
+
+@capability("gpu")
+def test_into_a_gpu(source: TensorSource, changing: TensorSource, place: Path, path: str) -> None:
+    target = module(0).cuda()
+    Reader(source, "module", place, path).into(target)
+    assert_same({name: tensor.cpu() for name, tensor in target.state_dict().items()}, module().state_dict())
+    pulled = Reader(source, "torture", place, path).pull(device="cuda")
+    assert_same({name: tensor.cpu() for name, tensor in pulled.items()}, flat(torture()))
+    changing.tell("flip", "noise:9", name="w", at=4 * MIB + 7)
+    with pytest.raises(IntegrityError, match=r"tensor w, block 1"):
+        Reader(changing, "noise:9", place, path).pull(device="cuda", routes=["peer"])
+    changing.tell("flip", "noise:9", name="w", at=4 * MIB + 7)
+
+
+@capability("gpu")
+def test_from_a_gpu(place: Path, path: str) -> None:
+    with mx_cli.serve(module().cuda(), **settings(place)) as handle:
+        options = {"peers": [handle.address], "path": path, **settings(place)}
+        assert_same(mx_cli.pull(handle.identities["content"], **options), module().state_dict())
