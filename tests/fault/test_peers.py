@@ -155,12 +155,15 @@ def test_frozen_before_it_is_asked(hosts: Hosts, model: Path, tmp_path: Path) ->
     assert first.get("/readyz")[0] == 200
 
 
+@pytest.mark.parametrize("more", [(), ("--then-serve",)], ids=["pull", "then-serve"])
 @pytest.mark.parametrize("frozen", [False, True], ids=["slow", "frozen"])
-def test_a_stop_is_heard_while_a_source_is_silent(frozen: bool, hosts: Hosts, model: Path, tmp_path: Path) -> None:
+def test_a_stop_is_heard_while_a_source_is_silent(
+    frozen: bool, more: tuple[str, ...], hosts: Hosts, model: Path, tmp_path: Path
+) -> None:
     source = hosts.serve(model)
     out = tmp_path / "out"
     with slow(source.address, 8 * MIB) as relay:
-        reader = hosts.start("pull", source.content, "--peer", relay.address, "--to", out, host="b")
+        reader = hosts.start("pull", source.content, "--peer", relay.address, "--to", out, *more, host="b")
         relay.wait_full()
         if frozen:
             source.running.send(signal.SIGSTOP)

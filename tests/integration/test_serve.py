@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rig import netns
+from tests.rig import netns, servers
 from tests.rig.netns import Namespace
 from tests.rig.serving import Hosts, Served, eventually, slow
 from tests.support import MIB, capability, make_checkpoint, tree
@@ -107,6 +107,14 @@ def test_v02_what_was_wished_is_advertised(
     # Both sides have that address: the handshake is what tells that nobody is there.
     lost = hosts("pull", served.content, "--route", "peer", "--peer-token-file", token, prefix=there.apart)
     assert served.address in lost.exits(18).err
+
+
+@pytest.mark.parametrize("port", ["", ":0"])
+def test_v02_an_address_without_a_port_has_the_listeners(port: str, hosts: Hosts, model: Path) -> None:
+    held = hosts.serve(model, "--advertise", f"192.0.2.7{port}")
+    listening = servers.listening_port(held.running.pid)
+    assert held.address == f"192.0.2.7:{listening}"
+    assert [row["address"] for row in hosts.records()] == [held.address]
 
 
 def test_v02_others_only_with_a_secret(hosts: Hosts, model: Path, token: Path) -> None:
