@@ -15,7 +15,7 @@ from mx_cli.engine.run import Limits, Transfer, cores
 from mx_cli.flows.context import Context
 from mx_cli.model.holding import Extent, Holding
 from mx_cli.model.manifest import Entry
-from mx_cli.plan.blocks import aligned, steps
+from mx_cli.plan.blocks import aligned
 from mx_cli.sinks.host import MemorySink
 from mx_cli.transport.disk import Disk
 from mx_cli.transport.peer import ITEM, PeerSource
@@ -122,9 +122,10 @@ def carry(items: Sequence[ReadItem], sink: Sink, members: Sequence[Member], bell
     settings = context.settings
     width = source.caps.max_in_flight
     # Peers and disks are watched by `Many`; an origin is the engine's to watch and to widen.
-    limits = Limits(settings.retry_for, float("inf"), width, width)
+    limits = Limits(settings.retry_for, float("inf"), width, width, in_order=True)
     if any(member.reserve for member in members):
-        limits = Limits(settings.retry_for, settings.stall_timeout, START_WIDTH * cores(), settings.max_connections)
+        most = settings.max_connections
+        limits = Limits(settings.retry_for, settings.stall_timeout, START_WIDTH * cores(), most, in_order=True)
     gate = context.gates[source.caps.host]
     transfer = Transfer(source, sink, limits, gate, meter, context.stop, context.on_retry)
     start = time.perf_counter()
@@ -146,8 +147,7 @@ def pieces_to_read(holding: Holding, targets: Sequence[Extent], entries: Mapping
         record = holding.manifest.record(file)
         assert record is not None, "targets are of the manifest's files"
         entry = entries.get(file) or holding.entry(record)
-        blocks = holding.blocks(file) or steps(spans, ITEM)
-        found += [ReadItem(entry, start, end - start) for start, end in aligned(spans, blocks, ITEM)]
+        found += [ReadItem(entry, start, end - start) for start, end in aligned(spans, holding.blocks(file), ITEM)]
     return found
 
 

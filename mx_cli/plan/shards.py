@@ -106,11 +106,15 @@ class Rules:
         heads = rule.heads or (0,) * len(rule.parts)
         pieces = (Fraction(part, min(few or ranks, ranks)) for part, few in zip(rule.parts, heads, strict=True))
         length = local[dim] * sum(rule.parts) / sum(pieces, Fraction(0))
-        share = None
-        if length.denominator == 1:
+        fault = UsageError(f"{name} {list(local)} is not what rank {rank}/{ranks} has by the rule {rule.glob!r}")
+        if length.denominator != 1:
+            raise fault
+        try:
             share = self.share(name, (*local[:dim], int(length), *local[dim + 1 :]), rank, ranks)
-        if share is None or share.local_shape != local:
-            raise UsageError(f"{name} {list(local)} is not what rank {rank}/{ranks} has by the rule {rule.glob!r}")
+        except UsageError:
+            raise fault from None
+        if share.local_shape != local:
+            raise fault
         return share
 
     def _splitting(self, name: str, shape: tuple[int, ...], ranks: int) -> tuple[Rule | None, int | None]:

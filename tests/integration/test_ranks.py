@@ -13,9 +13,10 @@ import pytest
 import mx_cli
 from mx_cli.base.errors import IntegrityError, UsageError
 from tests.rig import tensor_parallel as tp
-from tests.rig.servers import S3Stub
+from tests.rig.servers import S3, S3Stub
+from tests.rig.serving import Hosts
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
 RANKS = [(0, 2), (1, 2), (0, 4), (3, 4), (0, 1)]
 
@@ -123,3 +124,29 @@ def test_what_cannot_be_split(tmp_path: Path, settings: dict[str, Any]) -> None:
     (tmp_path / "model" / "config.json").unlink()
     with pytest.raises(UsageError, match=r"no config\.json"):
         mx_cli.load(model, rank="0/2", **settings)
+
+
+@pytest.mark.parametrize("source", ["cache", "origin", "peer"])
+def test_a_share_by_every_route(
+    tmp_path: Path, settings: dict[str, Any], s3: S3, hosts: Hosts, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    """A snapshot, one that is fetched first, and peers that have the weights whole."""
+    whole = tp.write(tmp_path / "model")
+    s3.put_tree("model", tmp_path / "model")
+    for name, value in s3.env.items():
+        monkeypatch.setenv(name, value)
+    model = s3.uri("model")
+    if source == "cache":
+        mx_cli.pull(model, names=["model.norm.weight"], routes=("origin",), **settings)
+    options = dict(settings)
+    if source == "peer":
+        hosts("prefetch", model, host="a", env=s3.env).ok()
+        hosts.serve(model, "--device", "cpu", host="a", env=s3.env)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(hosts.runtime))
+    expected = tp.shares(whole, 1, 4)
+    found = mx_cli.pull(model, rank="1/4", routes=(source,), **options)
+    assert not tp.differing(found, expected)
+    target = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    received = mx_cli.pull_into(target, model, rank="1/4", rules="llama", routes=(source,), **options)
+    assert received.route == source
+    assert not tp.differing(target, expected)

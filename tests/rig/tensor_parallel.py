@@ -8,6 +8,9 @@ from typing import Any
 
 from tests.rig.checkpoints import make_safetensors, noise, tensor_size
 
+URI = "s3://weights/model"
+REVISION = "first"
+VOCAB = 1000
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -17,7 +20,7 @@ CONFIG = {
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "head_dim": 64,
-    "vocab_size": 1000,
+    "vocab_size": VOCAB,
 }
 LAYER = "model.layers.0"
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -40,24 +43,30 @@ WHOLE = ("norm.weight", "layernorm.weight")
 PADDED = 1024
 
 
-def write(directory: Path, shards: int = 2) -> dict[str, Any]:
-    """The checkpoint, and its tensors."""
+def tensors() -> dict[str, Any]:
+    """All of them, always the same."""
     import torch
 
+    return {
+        name: torch.frombuffer(bytearray(noise(name, tensor_size("BF16", shape))), dtype=torch.bfloat16).reshape(shape)
+        for name, shape in SHAPES.items()
+    }
+
+
+def write(directory: Path, shards: int = 2) -> dict[str, Any]:
+    """The checkpoint, and its tensors."""
     names = list(SHAPES)
     step = -(-len(names) // shards)
-    found, homes = {}, {}
+    homes = {}
     for shard in range(shards):
         mine = names[shard * step : (shard + 1) * step]
-        data = {name: noise(name, tensor_size("BF16", SHAPES[name])) for name in mine}
         file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
-        make_safetensors(directory / file, {name: ("BF16", SHAPES[name], data[name]) for name in mine})
+        content = {name: noise(name, tensor_size("BF16", SHAPES[name])) for name in mine}
+        make_safetensors(directory / file, {name: ("BF16", SHAPES[name], content[name]) for name in mine})
         homes |= dict.fromkeys(mine, file)
-        for name, content in data.items():
-            found[name] = torch.frombuffer(bytearray(content), dtype=torch.bfloat16).reshape(SHAPES[name])
     (directory / "config.json").write_text(json.dumps(CONFIG))
     (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": homes}))
-    return found
+    return tensors()
 
 
 def share(name: str, tensor: Any, rank: int, ranks: int) -> Any:

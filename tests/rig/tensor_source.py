@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.rig import tensor_parallel
 from tests.rig.capabilities import PATH
 from tests.rig.checkpoints import noise
 
@@ -121,7 +122,23 @@ def recipe(text: str) -> Any:
     if name == "overlap":
         storage = torch.arange(3 * MIB, dtype=torch.int32)
         return {"a": storage[: 2 * MIB], "b": storage[MIB:]}
+    if name == "rank":
+        return tensor_parallel.shares(tensor_parallel.tensors(), *map(int, argument.split("/")))
     raise KeyError(text)
+
+
+def serve_options(text: str) -> dict[str, Any]:
+    """What `mx_cli.serve` is told of a recipe: `rank:0/2` is that rank's part of the model of `tensor_parallel`."""
+    name, _, argument = text.partition(":")
+    if name != "rank":
+        return {}
+    whole = {name: shape for name, shape in tensor_parallel.SHAPES.items() if shape[0] == tensor_parallel.VOCAB}
+    return {
+        "rank": argument,
+        "config": tensor_parallel.CONFIG,
+        "origin": (tensor_parallel.URI, tensor_parallel.REVISION),
+        "whole": whole,
+    }
 
 
 # --- the process, from outside ---------------------------------------------------------------------------------------
@@ -204,7 +221,7 @@ class Served:
         import mx_cli
 
         self.source = recipe(text)
-        self.handle = mx_cli.serve(self.source, **settings)
+        self.handle = mx_cli.serve(self.source, **settings, **serve_options(text))
 
     def describe(self) -> dict[str, Any]:
         handle = self.handle

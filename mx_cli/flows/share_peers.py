@@ -1,0 +1,137 @@
+"""Peers of which each has a part of the weights: found together, and read together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from mx_cli.base.errors import Incompatible, IntegrityError, MxError
+from mx_cli.engine.many import Bell, Member
+from mx_cli.flows.group import Group, Peer
+from mx_cli.flows.peering import LOOK_EVERY, Peering
+from mx_cli.flows.pull_memory import Shape, place_of, table
+from mx_cli.model.holding import Holding
+from mx_cli.model.share import Share
+
+T = TypeVar("T")
+
+
+class SharePeering(Peering):
+    """A search that ends with several groups: all that match, whatever part of the weights each of them has."""
+
+    groups: tuple[Group, ...] = ()
+
+    def find_set(self, wait: float, check: Callable[[Sequence[Group]], T]) -> T:
+        """What `check` makes of the groups; while it raises Incompatible, look again for `wait` seconds.
+
+        Blocks. Raises that, or what `find` raises when nobody matches.
+        """
+        end = time.monotonic() + wait
+        while True:
+            fault: Incompatible | None = None
+            if groups := self._groups(self._look()):
+                self.groups = tuple(groups)
+                try:
+                    return check(groups)
+                except Incompatible as error:
+                    fault = error
+            left = end - time.monotonic()
+            if left <= 0:
+                raise fault or self._nobody(wait)
+            self._context.stop.wait(min(LOOK_EVERY, left))
+
+    def _groups(self, peers: Sequence[Peer]) -> list[Group]:
+        """One for each manifest, in an order that is the same for all readers: they queue for one after the other."""
+        by_digest: dict[str, list[Peer]] = {}
+        for peer in peers:
+            by_digest.setdefault(str(peer.facts.get("manifest")), []).append(peer)
+        with ThreadPoolExecutor(max(1, len(by_digest))) as pool:
+            found = pool.map(lambda pair: self._holding_of(*pair), sorted(by_digest.items()))
+        return [group for group in found if group]
+
+    def _holding_of(self, digest: str, peers: list[Peer]) -> Group | None:
+        for peer in peers:
+            try:
+                holding = peer.session.holding()
+                if holding.digest != digest:
+                    raise IntegrityError(f"{peer.address}: its manifest is not the one that it announced")
+                return Group(holding, peers)
+            except MxError as error:
+                self.refusals.reasons[peer.address] = error.what
+        return None
+
+    def members_of(self, group: Group, bell: Bell, regions: Sequence[tuple[int, int, int]]) -> list[Member]:
+        """See `members`."""
+        self.group = group
+        return self.members(bell, regions)
+
+    def check_all(self) -> None:
+        """See `check_versions`: of every group that was read."""
+        for group in self.groups:
+            self.group = group
+            self.check_versions()
+
+    def close(self, serving: str = "", verified: int = 0) -> None:
+        """See `Peering.close`."""
+        self.group = Group(self.groups[0].holding, [p for g in self.groups for p in g.peers]) if self.groups else None
+        super().close(serving, verified)
+        self.groups = ()
+
+
+@dataclass(frozen=True)
+class Offered:
+    """What a set of groups has between them: the whole tensors, and which part of each a group has."""
+
+    groups: tuple[Group, ...]
+    shapes: dict[str, Shape]
+    parts: dict[str, dict[int, Share]]
+
+    def config(self) -> Mapping[str, Any] | None:
+        """The model's config.json, if any of the peers knows it."""
+        known = (one.config for group in self.groups for one in group.holding.identities)
+        return next((config for config in known if config), None)
+
+
+def offered(groups: Sequence[Group]) -> Offered:
+    """Raises Incompatible when two groups do not mean the same tensor by a name, or have other bytes of the same part."""
+    shapes: dict[str, Shape] = {}
+    parts: dict[str, dict[int, Share]] = {}
+    for index, group in enumerate(groups):
+        for name, (dtype, shape) in table(group.holding).items():
+            share = group.holding.shares.get(name) or Share(shape)
+            whole = shapes.setdefault(name, (dtype, share.shape))
+            if whole != (dtype, share.shape):
+                raise Incompatible(
+                    f"{name}: {dtype}{list(share.shape)} at {_who(group)}, {whole[0]}{list(whole[1])} elsewhere",
+                    hint="peers of other weights have the same identity",
+                )
+            for other, known in parts.setdefault(name, {}).items():
+                if known == share and _differ(groups[other].holding, group.holding, name):
+                    raise Incompatible(f"{name}: other bytes at {_who(group)} than at {_who(groups[other])}")
+            parts[name][index] = share
+    return Offered(tuple(groups), shapes, parts)
+
+
+def _differ(one: Holding, other: Holding, name: str) -> bool:
+    left, right = one.by_name.get(name), other.by_name.get(name)
+    return bool(left and right and left.blocks and right.blocks and left.blocks != right.blocks)
+
+
+def _who(group: Group) -> str:
+    rank = f" (rank {group.holding.rank})" if group.holding.rank else ""
+    return group.peers[0].address + rank
+
+
+def twins_among(found: Offered, shares: Mapping[str, Share]) -> dict[str, str]:
+    """Names whose bytes are those of an earlier one at all who have them: tied weights stay tied."""
+    first: dict[object, str] = {}
+    twins = {}
+    for name, share in shares.items():
+        places = tuple((index, place_of(found.groups[index].holding, name)) for index in sorted(found.parts[name]))
+        owner = first.setdefault((places, found.shapes[name], share), name)
+        if owner != name:
+            twins[name] = owner
+    return twins
