@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -115,6 +116,42 @@ def test_l01_the_only_source(
     routes = other.wait().ok().json()["routes"]
     assert [(one["route"], one["taken"]) for one in routes] == [("peer", False), ("cache", False), ("origin", True)]
     assert tree(tmp_path / "other") == tree(model)
+
+
+@pytest.mark.parametrize(("serve", "pull", "env"), [SOCKET, NIXL, NIXL_TCP])
+def test_v08_a_source_that_ends_in_the_midst(
+    serve: tuple[str, ...],
+    pull: tuple[str, ...],
+    env: dict[str, str],
+    hosts: Hosts,
+    model: Path,
+    tmp_path: Path,
+    fault_env: Faults,
+) -> None:
+    out = tmp_path / "out"
+    source = hosts.serve(model, *serve, "--drain-timeout", "200ms", env=env)
+    words = (source.content, *pull, "--route", "peer", "--peer", source.address)
+    reader = halted(hosts, fault_env, model, out, *words, env=env)
+    ended = source.stop()
+    assert ended.code == 143
+    assert f"ended while 1 reader still read: {socket.gethostname()} pid {reader.pid}" in ended.err
+    reader.send(signal.SIGCONT)
+    lost = reader.wait().exits(19)
+    assert source.address in lost.json()["error"]["message"]
+    check_absent(out)
+
+
+def test_a_reader_that_slept_for_too_long(hosts: Hosts, model: Path, tmp_path: Path, fault_env: Faults) -> None:
+    """Its slot is another's by then. It says so, and leaves nothing behind."""
+    out = tmp_path / "out"
+    source = hosts.serve(model, "--grant-ttl", "500ms")
+    words = (source.content, "--route", "peer", "--peer", source.address)
+    reader = halted(hosts, fault_env, model, out, *words, env={})
+    eventually(lambda: source.metrics()["grants_expired_total"] == 1)
+    reader.send(signal.SIGCONT)
+    lost = reader.wait().exits(19)
+    assert source.address in lost.json()["error"]["message"]
+    check_absent(out)
 
 
 # --- a source that is frozen gives no error, ever ------------------------------------------------------------------
