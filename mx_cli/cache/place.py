@@ -16,6 +16,8 @@ from typing import Any
 
 from mx_cli.base import filesystem, units
 from mx_cli.base.capability import FAIL, OK, WARN, Capability, judged
+from mx_cli.base.errors import MxError
+from mx_cli.cache.layout import Cache
 from mx_cli.cache.reserve import VOLATILE
 from mx_cli.cache.reserve import filesystem as place_of
 
@@ -33,7 +35,11 @@ def probe(arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     root = Path(arguments["root"])
     above = next((parent for parent in (root, *root.parents) if os.path.lexists(parent)), Path("/"))
     try:
+        Cache(root)
         work = Path(tempfile.mkdtemp(prefix=".mx-doctor-", dir=above))
+    except MxError as error:
+        yield Capability("cache root", FAIL, error.what, error.hint or _ELSEWHERE).to_json()
+        return
     except OSError as error:
         yield Capability("cache root", FAIL, f"{root}: cannot write ({error.strerror})", _ELSEWHERE).to_json()
         return

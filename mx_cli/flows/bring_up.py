@@ -83,6 +83,7 @@ def measure(context: Context, address: str, listen: str | None, advertise: str |
 
     Blocks for some seconds: every step has its limit. Raises UsageError for an address or a secret that cannot be.
     """
+    split_address(address)
     listening = Listening(context, Offer(listen=listen, advertise=advertise)) if listen else None
     try:
         return Report(_measured(context, address, listening.address if listening else ""))

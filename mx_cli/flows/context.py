@@ -61,14 +61,18 @@ class Context:
         self.emit(Retried(redact.text(what), redact.text(error.what), round(delay, 3), attempt))
 
     def cache(self) -> Cache:
-        """The cache root: chosen, else `$XDG_CACHE_HOME/mx`, else `~/.cache/mx`. Writes nothing."""
+        """The cache at `cache_root`. Writes nothing."""
+        return Cache(self.cache_root(), chosen=self.settings.cache_dir is not None)
+
+    def cache_root(self) -> Path:
+        """Where the cache is: chosen, else `$XDG_CACHE_HOME/mx`, else `~/.cache/mx`. Does not look at it."""
         settings = self.settings
         if settings.cache_dir:
-            return Cache(settings.cache_dir)
+            return settings.cache_dir
         base = settings.xdg_cache_home or (settings.home / ".cache" if settings.home else None)
         if base is None:
             raise UsageError("no place for the cache: neither HOME nor XDG_CACHE_HOME is set", hint="give --cache-dir")
-        return Cache(Path(base) / "mx", chosen=False)
+        return Path(base) / "mx"
 
     def lease(self, model: Model, revision: str) -> Lease:
         return self.lease_at(model.lease(revision))

@@ -69,10 +69,10 @@ def examine(context: Context, model: str | None, ranks: int) -> Report:
     Blocks for a second or two, and no longer than a probe's patience whatever hangs. Writes nothing that it does not
     remove. Raises the stop's reason, UsageError without a place for the cache.
     """
-    settings, root = context.settings, context.cache().root
+    settings, root = context.settings, context.cache_root()
     chosen = {"settings": _as_text(context)}
     asked = {"text": settings.discovery, "root": str(root), "beat": settings.record_beat, "timeout": 2.0}
-    mount = f"the file system does not answer: look at its mount and its server (mount | grep {root.anchor})"
+    mount = "the file system does not answer: look at its mount (findmnt) and at its server"
     library = "mx works without it: bytes of peers come by path socket"
     # The slowest first; all run at the same time.
     nixl = _Probe(Aside("mx_cli.transport.survey:nixl", {}, NIXL_PATIENCE), transport.NIXL_ROWS, library)
@@ -104,7 +104,8 @@ def _as_text(context: Context) -> dict[str, str]:
 def _model_probe(model: str | None, chosen: Mapping[str, Any]) -> _Probe | None:
     if model is None:
         return None
-    aside = Aside("mx_cli.flows.measure_model:probe", {"model": model, **chosen}, ORIGIN_PATIENCE)
+    patience = PATIENCE if model.startswith(("/", ".", "~")) else ORIGIN_PATIENCE
+    aside = Aside("mx_cli.flows.measure_model:probe", {"model": model, **chosen}, patience)
     return _Probe(aside, ("model",), "its origin, or the file system that it is on, does not answer")
 
 
