@@ -152,13 +152,16 @@ class Holding:
 
     @cached_property
     def _checks(self) -> Mapping[str, tuple[Check, ...]]:
-        found: dict[str, list[Check]] = {}
+        found: dict[str, list[tuple[int, int, str, str, int]]] = {}
         for name, file, _, _, start, blocks, size in self.tensors:
-            checks = found.setdefault(file, [])
+            rows = found.setdefault(file, [])
+            if len(blocks) == 1:
+                rows.append((start, size, blocks[0], name, 0))
+                continue
             for index, expected in enumerate(blocks):
                 at = index * BLOCK
-                checks.append(Check(start + at, min(BLOCK, size - at), expected, name, index))
-        return {file: tuple(checks) for file, checks in found.items()}
+                rows.append((start + at, min(BLOCK, size - at), expected, name, index))
+        return {file: tuple(map(Check._make, rows)) for file, rows in found.items()}
 
     @cached_property
     def _offsets(self) -> Mapping[str, list[int]]:

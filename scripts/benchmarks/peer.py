@@ -153,6 +153,8 @@ def _before(place: Path, env: Mapping[str, str], runs: int) -> list[Row]:
     parts = ("control", "plan", "registration")
     whole = statistics.median(sum(one[part] for part in parts) for one in seconds)
     rows.append(Row(f"{PREPARED} tensors: {' + '.join(parts)}", whole, "s", None, None, SOON, True))
+    cpu = statistics.median(sum(one[f"CPU of {part}"] for part in parts) for one in seconds)
+    rows.append(Row(f"{PREPARED} tensors: the same, CPU of the reader", cpu, "s"))
     rows += [Row(f"{PREPARED} tensors: {part}", phase[part], "s") for part in (*parts, "start")]
     with _serving(_make_many(place / "listed", LISTED, LISTED_SIZE), env, place) as source:
         found = _reader("manifest", source, env, runs=runs)
