@@ -193,9 +193,16 @@ def test_what_was_open_at_one_that_fails_is_begun_again_first_and_counted_once()
             raise TransportFailed("broken")
         bench.paths["a"].hang(item, count)
 
-    bench.paths["a"].before = fail_or_hang
+    closed_before: list[bool] = []
+
+    def look(item: ReadItem, count: int) -> None:
+        if item in bench.paths["a"].asked:
+            closed_before.append(bench.paths["a"].closed.is_set())
+
+    bench.paths["a"].before, bench.paths["b"].before = fail_or_hang, look
     bench.run()
     bench.check()
+    assert closed_before == [True, True]
     lost = {item.entry.path for item in bench.paths["a"].asked}
     assert len(lost) == 2
     assert bench.brought("a") == 0

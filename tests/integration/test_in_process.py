@@ -477,7 +477,8 @@ def test_who_reads_during_an_update_is_sent_away(changing: TensorSource, place: 
         thread = threading.Thread(target=read, args=[relay.address])
         thread.start()
         relay.wait_full()
-        changed(changing, text, "update", name="w", value=2, wait=0.1)
+        address = changed(changing, text, "update", name="w", value=2, wait=0.1)["address"]
+        assert metric(address, "readers") == 0
         relay.go()
         thread.join(60)
         assert not thread.is_alive()

@@ -61,6 +61,10 @@ def test_blocks_of_four_go_by_two() -> None:
     assert aligned([(0, 100)], [], 40) == [(0, 40), (40, 80), (80, 100)]
 
 
+def test_a_block_that_reaches_into_the_next_span_ends_there() -> None:
+    assert aligned([(0, 5), (7, 30)], [(0, 10), (10, 20), (20, 30)], 10) == [(0, 5), (7, 10), (10, 20), (20, 30)]
+
+
 # --- tensors that share bytes ----------------------------------------------------------------------------------------
 
 tensors = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 30), st.sampled_from([1, 2, 4, 8])), max_size=8)

@@ -96,6 +96,12 @@ def test_of_tied_tensors_the_first_keeps_its_name() -> None:
     assert found.aliases["lm_head.weight"][:2] == ("model.embed_tokens.weight", 0)
 
 
+def test_of_tensors_that_begin_together_the_longest_holds_the_others() -> None:
+    found = synthesize([Run("part", "U8", (4,), BASE), Run("whole", "U8", (8,), BASE)])
+    assert [run.name for run in found.runs] == ["whole"]
+    assert found.aliases["part"] == ("whole", 0, "U8", (4,))
+
+
 def test_the_name_of_what_holds_others_is_nobodys() -> None:
     runs = [Run("a", "U8", (8,), BASE), Run("b", "U8", (8,), BASE + 4), Run("a+1", "U8", (1,), BASE + 100)]
     found = synthesize(runs)
