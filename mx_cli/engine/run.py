@@ -31,12 +31,17 @@ SHOWN = 64
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`retry_for` and `stall_timeout` in seconds; `width` items in flight to begin with, `max_width` at most."""
+    """`retry_for` and `stall_timeout` in seconds; `width` items in flight to begin with, `max_width` at most.
+
+    `in_order`: items are begun in the order in which they were given; otherwise files take turns, which suits files that
+    are written.
+    """
 
     retry_for: float
     stall_timeout: float
     width: int
     max_width: int
+    in_order: bool = False
 
 
 def cores() -> int:
@@ -164,7 +169,8 @@ class Transfer:
         One writer a file waits for no other (the kernel locks a file for each write), and its bytes come in order, so that
         they are verified while they are hot, not read again.
         """
-        for index, (item, _) in enumerate(itertools.islice(self._pending, LOOK * width)):
+        ahead = 0 if self._limits.in_order else LOOK * width
+        for index, (item, _) in enumerate(itertools.islice(self._pending, ahead)):
             if not self._files[item.entry.path].in_flight:
                 return index
         return 0

@@ -8,7 +8,7 @@ from typing import Any
 
 from mx_cli.base import units
 from mx_cli.base.cancel import Stop
-from mx_cli.base.errors import MxError, NoSpace, UsageError
+from mx_cli.base.errors import MxError, NoSpace, TransportFailed, UsageError
 from mx_cli.base.memory import available
 from mx_cli.engine.many import Bell, Many, Member
 from mx_cli.engine.meter import Meter
@@ -20,8 +20,8 @@ from mx_cli.flows.in_process import process_context, require_torch
 from mx_cli.flows.load import member
 from mx_cli.flows.pull_tensors import device_number
 from mx_cli.model.holding import HOST, Tensor
-from mx_cli.plan.blocks import aligned, steps
-from mx_cli.sinks.ring import ALIGN, Group, RingSink
+from mx_cli.plan.blocks import aligned
+from mx_cli.sinks.ring import ALIGN, Buffers, Group, Ring, RingSink, Room
 from mx_cli.transport.peer import ITEM
 
 MEMORY = 256 << 20
@@ -29,6 +29,10 @@ BESIDE = 32 << 20
 """Bytes of a stream's memory that are not its ring: connections, their buffers, the plan."""
 CONNECTION = 1 << 20
 JOIN = 5.0
+PACK = ITEM - ALIGN
+"""Bytes of neighbours that are read together: with its place within a page, that many fill whole huge pages."""
+SHARE = 1 << 20
+"""Bytes: owned tensors from this size on share the memory of their neighbours, at most PACK of it; smaller ones are copied."""
 
 
 def stream(
@@ -44,8 +48,9 @@ def stream(
     """(name, tensor) of a checkpoint in the order of its files: `model` is a directory, a weight file or a URI.
 
     `memory` (bytes, or "256MiB") bounds all that is held at once; by default 256 MiB, and half of what the cgroup leaves.
-    A slow consumer slows the reading. `owned`: each tensor is the caller's; otherwise it is good only until the next one
-    is asked for, and nothing is copied. `names`: only these. `settings`: as in `mx config`.
+    A slow consumer slows the reading. `owned`: each tensor is the caller's, and no longer of what `memory` bounds once the
+    next one is asked for; the memory of dropped ones is used again. Otherwise it is good only until the next one is asked
+    for. `names`: only these. `settings`: as in `mx config`.
 
     Blocks while it waits. Raises what `load` raises; NoSpace when the largest tensor does not fit into `memory`. Closing
     the iterator ends the reading.
@@ -72,29 +77,38 @@ def _stream(
 ) -> Iterator[tuple[str, Any]]:
     tensors = _chosen(found, names)
     groups = _groups(tensors)
-    size = _ring_size(groups, limit)
-    sink = RingSink(groups, size)
+    owns = owned and device == HOST
+    size = _ring_size(groups, limit, owns)
+    room: Room = Buffers(size) if owns else Ring(size)
+    sink = RingSink(groups, room)
     bell = Bell()
     source = Many([member(found, origin, bell, context)], bell, _left)
     work = Stop()
     reading = threading.Thread(
         target=_read, args=(found, groups, source, sink, limit - size, work, context), name="stream", daemon=True
     )
-    hand_out = _HandOut(sink, device, owned)
+    hand_out = _HandOut(device, owned)
+    if isinstance(room, Ring) and device != HOST:
+        from mx_cli.transport.on_gpu import pin
+
+        pin(room.pool.address, room.pool.size)
     reading.start()
     try:
         # Empty tensors have no bytes and no group: they come first of their file's tensors.
         at = 0
-        for group, view in sink.take():
+        for group, buffer in sink.take():
+            hand_out.begin(group, buffer)
+            del buffer
             while (
                 at < len(tensors)
                 and (tensors[at].size == 0 or tensors[at].file == group.file)
                 and (tensors[at].size == 0 or tensors[at].end <= group.end)
             ):
-                yield tensors[at].name, hand_out.tensor(tensors[at], group, view)
+                yield tensors[at].name, hand_out.tensor(tensors[at])
                 at += 1
+            hand_out.end()
         for tensor in tensors[at:]:
-            yield tensor.name, hand_out.tensor(tensor, None, memoryview(b""))
+            yield tensor.name, hand_out.tensor(tensor)
     finally:
         work.request(UsageError("the stream was closed"))
         source.close()
@@ -121,22 +135,25 @@ def _groups(tensors: Sequence[Tensor]) -> list[Group]:
         if tensor.size == 0:
             continue
         last = groups[-1] if groups else None
-        if last and last.file == tensor.file and last.end == tensor.start and tensor.end - last.start <= ITEM:
+        if last and last.file == tensor.file and last.end == tensor.start and tensor.end - last.start <= PACK:
             last.end = tensor.end
         else:
             groups.append(Group(tensor.file, tensor.start, tensor.end))
     return groups
 
 
-def _ring_size(groups: Sequence[Group], limit: int) -> int:
-    largest = max((group.size for group in groups), default=0) + 2 * ALIGN
+def _ring_size(groups: Sequence[Group], limit: int, owns: bool) -> int:
+    largest = max(map(Buffers.needed, groups), default=0)
     if largest + BESIDE > limit:
         raise NoSpace(
             f"a stream of this checkpoint needs {units.size(largest + BESIDE)} (memory: {units.size(limit)})",
             hint="its largest tensor is held whole: give more memory",
         )
-    total = sum(group.size + 2 * ALIGN for group in groups)
-    return min(limit - BESIDE, max(largest, total))
+    most = limit - BESIDE
+    if owns:
+        # The consumer still has a tensor when he asks for the next one.
+        most = max(largest, most - largest)
+    return min(most, sum(map(Buffers.needed, groups)))
 
 
 def _read(
@@ -149,41 +166,51 @@ def _read(
         record = found.holding.manifest.record(group.file)
         assert record is not None, "groups are of the manifest's files"
         entry = found.entries.get(group.file) or found.holding.entry(record)
-        wanted = [(group.start, group.end)]
-        spans = aligned(wanted, found.holding.blocks(group.file) or steps(wanted, ITEM), ITEM)
+        spans = aligned([(group.start, group.end)], found.holding.blocks(group.file), ITEM)
         items += [ReadItem(entry, start, end - start) for start, end in spans]
     most = max(1, min(source.caps.max_in_flight, settings.max_connections, beside // (2 * CONNECTION)))
-    limits = Limits(settings.retry_for, settings.stall_timeout, min(most, 4 * cores()), most)
+    limits = Limits(settings.retry_for, settings.stall_timeout, min(most, 4 * cores()), most, in_order=True)
     gate = context.gates[source.caps.host]
     transfer = Transfer(source, sink, limits, gate, Meter(), work, context.on_retry)
     try:
         transfer.run(items)
     except MxError as error:
         sink.fail(error)
+    except BaseException as bug:
+        # Whoever waits for tensors must hear of it; the thread ends with it all the same.
+        sink.fail(TransportFailed(f"reading {found.holding.manifest.uri}: {type(bug).__name__}: {bug}"))
+        raise
 
 
 class _HandOut:
-    """Makes tensors of bytes in the ring."""
+    """Makes tensors of the bytes of a group."""
 
-    def __init__(self, sink: RingSink, device: int, owned: bool) -> None:
+    def __init__(self, device: int, owned: bool) -> None:
+        self._device, self._owned = device, owned
+        self._group: Group | None = None
+        self._bytes: Any = None
+
+    def begin(self, group: Group, buffer: Any) -> None:
         from mx_cli.sinks.torch_tensors import bytes_of
 
-        self._device, self._owned = device, owned
-        self._ring = bytes_of(sink.pool.view)
-        if device != HOST:
-            from mx_cli.transport.on_gpu import pin
+        self._group, self._bytes = group, bytes_of(buffer)
 
-            pin(sink.pool.address, len(sink.pool.view))
+    def end(self) -> None:
+        """From here on the bytes are only held by those who took tensors."""
+        self._group = self._bytes = None
 
-    def tensor(self, tensor: Tensor, group: Group | None, view: memoryview) -> Any:
+    def tensor(self, tensor: Tensor) -> Any:
         import torch
 
         from mx_cli.sinks.torch_tensors import alignment, tensor_of
 
-        at = group.at + tensor.start - group.start if group else 0
-        piece = self._ring[at : at + tensor.size]
+        device = "cpu" if self._device == HOST else f"cuda:{self._device}"
+        if self._group is None or tensor.size == 0:
+            return tensor_of(torch.empty(0, dtype=torch.uint8, device=device), 0, tensor.dtype, tensor.shape)
+        at = tensor.start - self._group.start
+        piece = self._bytes[at : at + tensor.size]
         if self._device != HOST:
-            piece = piece.to(f"cuda:{self._device}")
-        elif self._owned or piece.data_ptr() % alignment(tensor.dtype):
-            piece = piece.clone(memory_format=torch.contiguous_format)
+            piece = piece.to(device)
+        elif piece.data_ptr() % alignment(tensor.dtype) or (self._owned and tensor.size < SHARE < self._group.size):
+            piece = piece.clone()
         return tensor_of(piece, 0, tensor.dtype, tensor.shape)

@@ -27,13 +27,6 @@ def aligned(wanted: Iterable[Span], blocks: Sequence[Span], piece: int) -> list[
     return found
 
 
-def steps(wanted: Sequence[Span], piece: int) -> list[Span]:
-    """Blocks for a file without digests: pieces that begin on multiples of `piece` begin where a disk's blocks do."""
-    last = max((end for _, end in wanted), default=0)
-    first = min((start for start, _ in wanted), default=0) // piece * piece
-    return [(at, at + piece) for at in range(first, last, piece)]
-
-
 def _seams(start: int, end: int, blocks: Sequence[Span]) -> Iterator[int]:
     """Where [start, end) may be cut without splitting a block."""
     for first, last in blocks:

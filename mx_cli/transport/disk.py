@@ -93,12 +93,12 @@ class Disk:
             self.give_back(address)
 
     def _fill(self, file: _File, at: int, address: int, length: int, flight: Flight) -> None:
-        """Bytes [at, at + length) of the file to `address`, in steps that end on multiples of ITEM."""
+        """Bytes [at, at + length) of the file to `address`, in steps of ITEM."""
         end = at + length
         while at < end:
             if flight.aborted:
                 raise TransportFailed(f"{file.path}: given up")
-            count = min(end, (at // ITEM + 1) * ITEM) - at
+            count = min(end - at, ITEM)
             done = self._direct(file, at, address, count) if file.goes_direct(at, count) else 0
             if done < count:
                 _through_cache(file, at + done, at_address(address + done, count - done))
