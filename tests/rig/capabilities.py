@@ -14,6 +14,9 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from mx_cli.base.aside import Aside
+from mx_cli.base.capability import OK, Capability
+from mx_cli.transport import survey
 from tests.rig import limits
 
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
@@ -69,11 +72,20 @@ def _net_admin() -> bool:
 
 
 def _gpu() -> bool:
-    if not _module("torch"):
-        return False
-    import torch
+    return _module("torch") and bool(_asked("mx_cli.transport.survey:gpus")["gpus"].facts.get("gpus"))
 
-    return bool(torch.cuda.is_available())
+
+def _asked(target: str) -> dict[str, Capability]:
+    """What `mx doctor` finds out, in a process of its own: a library that crashes is one that is missing."""
+    rows = [Capability.from_json(row) for row in Aside(target, {}, 60).answers()[0]]
+    return {row.name: row for row in rows}
+
+
+def _nixl() -> bool:
+    if not _module("nixl"):
+        return False
+    plugins = _asked("mx_cli.transport.survey:nixl").get("nixl plug-ins")
+    return plugins is not None and plugins.facts.get("UCX") == "works"
 
 
 def fake_gcs_server() -> Path | None:
@@ -98,8 +110,8 @@ _PROBES: dict[str, Callable[[], bool]] = {
     "ipv6": _ipv6,
     "gpu": _gpu,
     "moto": lambda: _module("moto"),
-    "torch": lambda: _module("torch"),
-    "nixl": lambda: _module("nixl"),
+    "torch": lambda: survey.torch().state == OK,
+    "nixl": _nixl,
     "safetensors": lambda: _module("safetensors"),
     "huggingface_hub": lambda: _module("huggingface_hub"),
     "vllm": lambda: _module("vllm"),
