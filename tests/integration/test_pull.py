@@ -243,14 +243,18 @@ def test_the_path_that_is_wished(hosts: Hosts, large: Path, tmp_path: Path) -> N
     hosts("pull", served.content, "--require", "encrypted", "--path", "nixl-read", host="b").exits(2)
 
 
-def test_a_directory_that_is_there_is_refused_before_a_byte_moves(hosts: Hosts, model: Path, tmp_path: Path) -> None:
+def test_a_directory_that_is_there(hosts: Hosts, model: Path, tmp_path: Path) -> None:
+    """Empty: filled. With these very files: done. With others: refused. No byte moves twice."""
     served = hosts.serve(model)
     out = tmp_path / "out"
     out.mkdir()
     hosts("pull", served.content, "--to", out, host="b").ok()
-    hosts("pull", served.content, "--to", out, host="b").exits(2)
-    assert served.metrics()["bytes_served_total"] == size_of(model)
+    hosts("pull", served.content, "--to", out, host="b").ok()
     assert tree(out) == tree(model)
+    (out / "config.json").write_text("{}")
+    hosts("pull", served.content, "--to", out, host="b").exits(2)
+    assert (out / "config.json").read_text() == "{}"
+    assert served.metrics()["bytes_served_total"] == size_of(model)
 
 
 @pytest.mark.parametrize("device", ["file", pytest.param("cpu", marks=capability("nixl"))])
