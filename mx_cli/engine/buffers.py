@@ -80,6 +80,17 @@ def at_address(address: int, length: int) -> memoryview:
     return memoryview((ctypes.c_char * length).from_address(address)).cast("B")
 
 
+def run_at(dest: Memory, offset: int, length: int) -> tuple[int | None, int]:
+    """Where byte `offset` of an item belongs (None: nowhere), and of how many bytes from there on the same can be said."""
+    index = bisect.bisect_right(dest.parts, offset, key=lambda part: part[0]) - 1
+    if index >= 0:
+        start, size, address = dest.parts[index]
+        if offset < start + size:
+            return address + offset - start, min(length, start + size - offset)
+    after = dest.parts[index + 1][0] if index + 1 < len(dest.parts) else offset + length
+    return None, min(length, after - offset)
+
+
 def scatter(dest: Memory, offset: int, view: memoryview) -> None:
     """Copy bytes `offset`.. of an item to the parts that want them."""
     end = offset + len(view)

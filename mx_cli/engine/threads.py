@@ -11,7 +11,7 @@ import xxhash
 
 from mx_cli.base.errors import MxError, TransportFailed, Unreachable
 from mx_cli.base.oserrors import explain
-from mx_cli.engine.buffers import STEP, Buffers, scatter, write_at
+from mx_cli.engine.buffers import STEP, Buffers, at_address, run_at, scatter, write_at
 from mx_cli.engine.ports import (
     Block,
     Dest,
@@ -211,6 +211,8 @@ class _Copy:
     def __init__(self, flight: Flight, throttle: Throttle | None, tell: Callable[[Block], None]) -> None:
         self._flight, self._throttle, self._tell = flight, throttle, tell
         self._hash = xxhash.xxh3_128()
+        # Nobody keeps a journal of memory: its blocks need no digest.
+        self._hashes = not isinstance(flight.dest, Memory)
         self.position = self._start = flight.item.offset
         self.complete = flight.item.length == 0
         self._told = time.monotonic()
@@ -224,7 +226,7 @@ class _Copy:
             want = min(
                 self._step - self.position % self._step, (until if end is None else min(until, end)) - self.position
             )
-            view = self._window(dest, want) if isinstance(dest, Host) else buffer[:want]
+            view = self._window(dest, want, buffer)
             count = self._fill(stream, view, dest)
             if count == 0:
                 if end is None:
@@ -256,18 +258,25 @@ class _Copy:
         since = time.monotonic() - self._told
         return since >= TELL_EVERY and (self.position - self._start >= LEAST_BLOCK or since >= 10 * TELL_EVERY)
 
-    def _window(self, dest: Host, want: int) -> memoryview:
+    def _window(self, dest: Dest, want: int, buffer: memoryview) -> memoryview:
+        """Where to read the next bytes to: their place, if that is host memory, else the buffer."""
         start = self.position - self._flight.item.offset
-        return dest.view[start : start + want]
+        if isinstance(dest, Host):
+            return dest.view[start : start + want]
+        if isinstance(dest, Memory) and dest.put is None:
+            address, count = run_at(dest, start, want)
+            return buffer[:count] if address is None else at_address(address, count)
+        return buffer[:want]
 
     def _place(self, dest: Dest, view: memoryview) -> None:
-        self._hash.update(view)
+        if self._hashes:
+            self._hash.update(view)
         if isinstance(dest, File):
             at = dest.offset + self.position - self._flight.item.offset
             write_at(dest.fd, view, at)
             if dest.seen:
                 dest.seen(at, view)
-        elif isinstance(dest, Memory):
+        elif isinstance(dest, Memory) and dest.put:
             scatter(dest, self.position - self._flight.item.offset, view)
         elif isinstance(dest, Through):
             dest.place(self.position - self._flight.item.offset, view)
@@ -275,7 +284,7 @@ class _Copy:
         self._flight.moved += len(view)
 
     def _block(self) -> Block:
-        block = Block(self._start, self.position - self._start, self._hash.digest())
+        block = Block(self._start, self.position - self._start, self._hash.digest() if self._hashes else b"")
         self._hash.reset()
         self._start = self.position
         return block

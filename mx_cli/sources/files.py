@@ -21,6 +21,7 @@ from mx_cli.sources.uri import Uri
 _LEFT_OUT = frozenset({".cache", ".git"})
 _GONE = frozenset({errno.ENOENT, errno.ENOTDIR})
 _AGAIN = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN})
+_SMALL = 1 << 20
 _HUB_BLOB = re.compile(r"blobs/([0-9a-f]{64})$")
 
 
@@ -92,6 +93,9 @@ class Files(Named):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise _explain(error, path, item.entry.path) from None
+        if item.length is not None and item.length <= _SMALL and item.length < (item.entry.size or 0):
+            # Of a piece that small the rest of the file is not wanted soon: no readahead.
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         stream = FileStream(fd, item)
         try:
             stream.check()

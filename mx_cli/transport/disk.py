@@ -31,7 +31,7 @@ BLOCK = 4096
 LEAST_DIRECT = 64 << 10
 """Bytes: smaller pieces are read through the page cache, whose readahead serves their neighbours."""
 MOSTLY = 0.75
-LOCAL_READS, NETWORK_READS = 3, 8
+LOCAL_READS, NETWORK_READS = 4, 8
 _NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTTY, errno.EPERM})
 
 
