@@ -26,7 +26,9 @@ from tests.support import MIB, ROOT, capability, clean_env, make_checkpoint
 
 README = ROOT / "README.md"
 REPOSITORY, COMMIT = "acme/llama-tiny", "7f4a3c1d9e2b5a60817f4a3c1d9e2b5a60817f4a"
-SHOWN_CACHE, SHOWN_PLACE, SHOWN_PEER = "/cache", "/work", "node-a:7400"
+SHOWN_CACHE, SHOWN_PLACE, SHOWN_PEER, SHOWN_DOCTOR = "/cache", "/work", "node-a:7400", "node-a:7401"
+STAYS = ("mx serve", "mx doctor --listen")
+"""Commands that go on until they are stopped."""
 SIZE, RATE, SECONDS = r"[\d.]+ (?:[KMGTP]i)?B", r"[\d.]+ (?:[KMGTP]i)?B/s", r"[\d.]+ (?:s|ms)"
 VARIES = [
     (rf"\(\w+, {SIZE} free\)", "(… free)"),
@@ -38,6 +40,10 @@ VARIES = [
     (r"127\.0\.0\.1:\d+", "127.0.0.1:…"),
     (rf"\bat {RATE}", "at …/s"),
     (r"[\d.]+ GB/s", "… GB/s"),
+    (r"[\d.]+ ms\b", "… ms"),
+    (rf"{RATE}, TLS", "…/s, TLS"),
+    (r"[+-][\d.]+ s there", "… s there"),
+    (r"^(memory per rank .* ranks\)); .*", r"\1; …"),
     # The JSON line of a peer, without what the README leaves out.
     (r', "generation": .* "files": ', ", … "),
     (rf"^(mx-… +\S+ +){SECONDS}", r"\1…"),
@@ -97,13 +103,18 @@ class Sandbox:
     place: Path
     env: dict[str, str]
     peer: str = field(default_factory=lambda: f"127.0.0.1:{servers.free_port()}")
+    doctor: str = field(default_factory=lambda: f"127.0.0.1:{servers.free_port()}")
     serving: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def run(self, block: Block) -> str:
         """Both streams of the command, as on a terminal, the host's cache shown as /cache; of a peer, until it is ready."""
         cache = self.env["MX_CACHE_DIR"] + block.host
+        places = ((cache, SHOWN_CACHE), (self.peer, SHOWN_PEER), (self.doctor, SHOWN_DOCTOR))
+        command = block.command
+        for real, shown in places:
+            command = command.replace(shown, real)
         process = subprocess.Popen(
-            ["bash", "-c", block.command.replace(SHOWN_CACHE, cache).replace(SHOWN_PEER, self.peer)],
+            ["bash", "-c", command],
             cwd=self.place,
             env={**self.env, "MX_CACHE_DIR": cache},
             stdin=subprocess.DEVNULL,
@@ -112,12 +123,12 @@ class Sandbox:
             text=True,
             start_new_session=True,
         )
-        if block.command.startswith("mx serve"):
+        if block.command.startswith(STAYS):
             self.serving.append(process)
             output = _until_ready(process)
         else:
             output = process.communicate(timeout=60)[0]
-        for real, shown in ((cache, SHOWN_CACHE), (self.peer, SHOWN_PEER), (str(self.place), SHOWN_PLACE)):
+        for real, shown in (*places, (str(self.place), SHOWN_PLACE)):
             output = output.replace(real, shown)
         return output
 
@@ -166,8 +177,8 @@ def test_every_command_prints_what_the_readme_shows(sandbox: Sandbox) -> None:
             rows = difflib.unified_diff(shown.splitlines(), real.splitlines(), "README.md", "mx", lineterm="")
             wrong.append(f"README.md:{block.line}: {block.host}$ {block.command}\n" + "\n".join(rows))
     assert not wrong, "\n\n".join(wrong)
-    # Both peers of the README, as mx ends when it is told to.
-    assert sandbox.close() == [128 + signal.SIGTERM] * 2
+    # Both peers of the README, and the doctor who listens, as mx ends when it is told to.
+    assert sandbox.close() == [128 + signal.SIGTERM] * 3
 
 
 def test_each_command_has_a_transcript() -> None:
@@ -184,7 +195,7 @@ def test_each_command_has_a_transcript() -> None:
         "cache gc",
         "status",
     ]
-    wanted += ["config"]
+    wanted += ["config", "doctor"]
     assert [name for name in wanted if f"mx {name}" not in commands] == []
 
 
