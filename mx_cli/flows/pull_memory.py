@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mx_cli.base.errors import Incompatible, MxError
+from mx_cli.base.errors import Incompatible, MxError, UsageError
 from mx_cli.engine.many import Bell, Many, Member, trouble
 from mx_cli.engine.meter import Meter
 from mx_cli.engine.ports import ReadItem, Sink
 from mx_cli.engine.run import Limits, Transfer, cores
 from mx_cli.flows.context import Context
+from mx_cli.model.digest import FILE_DTYPE
 from mx_cli.model.holding import Extent, Holding
 from mx_cli.model.manifest import Entry
 from mx_cli.plan.blocks import aligned
@@ -77,7 +78,20 @@ def compare_tables(
 
 
 def table(holding: Holding) -> dict[str, Shape]:
-    """dtype and shape of everything that a holding has a name for; what only holds overlapping tensors has no kind."""
+    """dtype and shape of everything that a holding has a name for; what only holds overlapping tensors has no kind.
+
+    Raises UsageError where files hold no tensors, or tensors that only the file tells apart (the parts of a pipeline).
+    """
+    for tensor in holding.tensors:
+        if tensor.dtype == FILE_DTYPE:
+            raise UsageError(
+                f"{tensor.file} is not safetensors: its tensors cannot be read one by one", hint="mx pull --to DIR"
+            )
+        twin = holding.by_name[tensor.name].file
+        if twin != tensor.file:
+            raise UsageError(
+                f"two tensors have the name {tensor.name!r} (in {tensor.file} and {twin})", hint="mx pull --to DIR"
+            )
     found: dict[str, Shape] = {
         tensor.name: (tensor.dtype, tensor.shape)
         for tensor in holding.tensors

@@ -21,11 +21,14 @@ from mx_cli.base.errors import Incompatible, IntegrityError, MxError, NoPeer, Tr
 from tests.rig import cachecheck, capabilities, limits, servers
 from tests.rig.serving import eventually, slow
 from tests.rig.tensor_source import MIB, TensorSource, module, recipe, tensor_source, torture
-from tests.support import Mx, capability, safetensors_bytes
+from tests.support import Mx, capability, checkpoint_files, safetensors_bytes
 
 if not capabilities.have("torch"):
     pytest.skip("missing: torch", allow_module_level=True)
+if not capabilities.have("safetensors"):
+    pytest.skip("missing: safetensors", allow_module_level=True)
 
+import safetensors.torch
 import torch
 
 DTYPES = {torch.float32: "F32", torch.int64: "I64"}
@@ -742,6 +745,37 @@ def test_l07_peer_then_cache_then_origin(place: Path, tmp_path: Path, path: str)
     assert_same(mx_cli.pull(content, **options, **peers), expected)
     assert into(uri).route == "cache"
     cachecheck.check_clean(tmp_path / "cache")
+
+
+def test_a_checkpoint_of_several_files(place: Path, tmp_path: Path) -> None:
+    files = checkpoint_files(shards=3, size=5 * MIB)
+    expected: dict[str, Any] = {}
+    for name, data in files.items():
+        (tmp_path / "model" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "model" / name).write_bytes(data)
+        if name.endswith(".safetensors"):
+            expected |= safetensors.torch.load(data)
+    uri = (tmp_path / "model").as_uri()
+    assert_same(mx_cli.pull(uri, **settings(place)), expected)
+    target = zeroed(expected)
+    assert mx_cli.pull_into(target, uri, **settings(place)).route == "cache"
+    assert_same(target, expected)
+
+
+def test_a_checkpoint_whose_tensors_cannot_be_told_apart(place: Path, tmp_path: Path) -> None:
+    """The parts of a pipeline share names, and other formats have none."""
+    pipeline, pickle = tmp_path / "pipeline", tmp_path / "pickle"
+    for part, value in (("unet", 1.0), ("vae", 2.0)):
+        (pipeline / part).mkdir(parents=True)
+        row = {"w": ("F32", [4], raw(torch.full((4,), value)))}
+        (pipeline / part / "diffusion_pytorch_model.safetensors").write_bytes(safetensors_bytes(row))
+    (pipeline / "model_index.json").write_text('{"_class_name": "X", "unet": ["d", "U"], "vae": ["d", "V"]}')
+    with pytest.raises(UsageError, match="two tensors have the name 'w'"):
+        mx_cli.pull(pipeline.as_uri(), **settings(place))
+    pickle.mkdir()
+    torch.save({"w": torch.ones(4)}, pickle / "pytorch_model.bin")
+    with pytest.raises(UsageError, match="is not safetensors"):
+        mx_cli.pull_into({"w": torch.ones(4)}, pickle.as_uri(), **settings(place))
 
 
 def test_a_tied_module_from_a_checkpoint_without_the_tied_name(place: Path, tmp_path: Path) -> None:
