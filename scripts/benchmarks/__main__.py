@@ -11,7 +11,7 @@ from pathlib import Path
 
 from scripts.benchmarks.rows import Row, table
 
-NAMES = ("prefetch", "election", "peer", "fanout", "torture", "help")
+NAMES = ("prefetch", "election", "peer", "fanout", "load", "stream", "torture", "help")
 
 
 def main() -> int:

@@ -80,8 +80,8 @@ class Race:
     """The contenders over one checkpoint."""
 
     def __init__(self, place: Path, model: Path) -> None:
-        self.model, self.place = model, place
         self.files = sorted(str(path) for path in model.glob("*.safetensors"))
+        self.models, self.urls = [str(model)], self.files
         self.size = sum(os.path.getsize(file) for file in self.files)
         self.env = clean_env(place, MX_CACHE_DIR=str(place / "cache"))
         self.python = str(PEERS) if PEERS.exists() else sys.executable
@@ -93,14 +93,15 @@ class Race:
         test = [self.python, "-c", f"import {contender.module}"]
         return subprocess.run(test, capture_output=True, cwd="/", env=self.env).returncode == 0
 
-    def run(self, contender: Contender, *, cold: bool, models: Sequence[str] | None = None) -> Sample:
+    def run(self, contender: Contender, *, cold: bool) -> Sample:
         given = {
             "cold": cold,
             "who": contender.who,
             "keep": contender.keep,
             "options": contender.options,
             "files": self.files,
-            "models": models or [str(self.model)],
+            "urls": self.urls,
+            "models": self.models,
             "warm_up": str(self.tiny),
         }
         command = [self.python, "-m", "scripts.benchmarks.load_reader", json.dumps(given)]

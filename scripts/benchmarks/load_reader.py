@@ -62,7 +62,7 @@ def runai(given: dict[str, Any]) -> Tensors:
     from runai_model_streamer import SafetensorsStreamer
 
     with SafetensorsStreamer() as streamer:
-        streamer.stream_files(given["files"], device="cpu", **given.get("options", {}))
+        streamer.stream_files(given["urls"], device="cpu", **given.get("options", {}))
         yield from streamer.get_tensors()
 
 
