@@ -275,9 +275,9 @@ complete -c mx -n '__mx_at mx status' -l quiet -s q -d 'only warnings and errors
 complete -c mx -n '__mx_at mx status' -l verbose -s v -d 'decisions on stderr; -vv each request too env MX_VERBOSE'
 complete -c mx -n '__mx_at mx status' -l help -d 'Show the help and exit'
 complete -c mx -n '__mx_at mx doctor' -l ranks -d 'processes of this machine that share the weights env MX_RANKS' -x
-complete -c mx -n '__mx_at mx doctor' -l listen -d 'be the other side of a doctor --peer until stopped; with --peer: to be dialled back env MX_LISTEN' -x
-complete -c mx -n '__mx_at mx doctor' -l advertise -d 'the address that --listen tells others env MX_ADVERTISE' -x
-complete -c mx -n '__mx_at mx doctor' -l peer -d 'measure the way to a doctor --listen, or to a peer env MX_PEER' -x
+complete -c mx -n '__mx_at mx doctor' -l listen -d 'be the other side of a doctor --peer until stopped; with --peer: to be dialled back env MX_DOCTOR_LISTEN' -x
+complete -c mx -n '__mx_at mx doctor' -l advertise -d 'the address that --listen tells others env MX_DOCTOR_ADVERTISE' -x
+complete -c mx -n '__mx_at mx doctor' -l peer -d 'measure the way to a doctor --listen, or to a peer env MX_DOCTOR_PEER' -x
 complete -c mx -n '__mx_at mx doctor' -l cache-dir -d 'root of the shared cache env MX_CACHE_DIR' -x
 complete -c mx -n '__mx_at mx doctor' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65s' -x
 complete -c mx -n '__mx_at mx doctor' -l endpoint-url -d 'endpoint of an S3- or GCS-compatible store env MX_ENDPOINT_URL' -x

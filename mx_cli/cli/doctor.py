@@ -33,14 +33,28 @@ def doctor(
         typer.Option(
             "--listen",
             metavar="ADDR:PORT",
+            # In a pod that serves, MX_LISTEN is set, and a doctor there is to look at the machine.
+            envvar="MX_DOCTOR_LISTEN",
             help="be the other side of a doctor --peer until stopped; with --peer: to be dialled back",
         ),
     ] = None,
     advertise: Annotated[
-        TEXT, typer.Option("--advertise", metavar="ADDR[:PORT]", help="the address that --listen tells others")
+        TEXT,
+        typer.Option(
+            "--advertise",
+            metavar="ADDR[:PORT]",
+            envvar="MX_DOCTOR_ADVERTISE",
+            help="the address that --listen tells others",
+        ),
     ] = None,
     peer: Annotated[
-        TEXT, typer.Option("--peer", metavar="HOST:PORT", help="measure the way to a doctor --listen, or to a peer")
+        TEXT,
+        typer.Option(
+            "--peer",
+            metavar="HOST:PORT",
+            envvar="MX_DOCTOR_PEER",
+            help="measure the way to a doctor --listen, or to a peer",
+        ),
     ] = None,
 ) -> None:
     """What this machine can do, or the way to another one, with a fix for each row; exit 20 when a row fails."""
@@ -73,11 +87,11 @@ def _tell(session: Session, report: Report) -> None:
     from mx_cli.base.events import Notice
     from mx_cli.flows.doctor import summary
 
-    rows = [(row.name, row.state, row.value) for row in report.rows]
+    rows = [(row.name, row.state, _plain(row.value)) for row in report.rows]
     head, *lines = table(HEADS, rows).split("\n")
     shown = [head]
     for line, row in zip(lines, report.rows, strict=True):
-        shown += [line, f"  fix: {row.fix}"] if row.fix else [line]
+        shown += [line, f"  fix: {_plain(row.fix)}"] if row.fix else [line]
     document, failed = report.to_json(), report.named(FAIL)
     session.emit(Notice(summary(report)))
     if not failed:
@@ -88,3 +102,8 @@ def _tell(session: Session, report: Report) -> None:
     else:
         session.answer("\n".join(shown), document, final=summary(report))
     raise MissingCapability(f"failing: {', '.join(failed)}", hint="each failing row has its fix")
+
+
+def _plain(text: str) -> str:
+    """What others wrote, so that a terminal takes no orders from it."""
+    return text if text.isprintable() else ascii(text)[1:-1]

@@ -61,7 +61,8 @@ class Listening(Serving):
     def access(self, reader: Mapping[str, Any]) -> dict[str, Any]:
         """With it the way back is tried, where the reader says that it listens. Blocks for some seconds then."""
         address = str(reader.get("address", ""))
-        self._context.notice(f"asked by {reader.get('host')}, which runs mx {reader.get('mx')}")
+        host, version = (ascii(str(reader.get(name, "?"))[:64])[1:-1] for name in ("host", "mx"))
+        self._context.notice(f"asked by {host}, which runs mx {version}")
         return {**super().access(reader), "back": _dialled(self._context, address) if address else None}
 
 

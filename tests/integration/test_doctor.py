@@ -85,7 +85,8 @@ def _limit_of_files() -> int:
 
 
 def test_people_get_a_table_with_fixes(mx: Mx) -> None:
-    result = mx("doctor").ok()
+    """Also in a pod whose variables are those of mx serve."""
+    result = mx("doctor", env={"MX_LISTEN": "0.0.0.0:7400", "MX_ADVERTISE": "10.0.0.1"}).ok()
     lines = result.out.splitlines()
     assert lines[0].split() == ["CAPABILITY", "STATE", "VALUE"]
     warned = sum(" warn " in line for line in lines)
