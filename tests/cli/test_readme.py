@@ -58,6 +58,7 @@ WITHOUT_NIXL = [
     (r"^warning: readers get the bytes by path socket only: .*\n", ""),
     (r"\bby (?:nixl-read|socket)\b", "by …"),
     (r"\((?:cma/memory|the peer offers).*\)$", "(…)"),
+    (r"^(peer +first +\S+ MiB) .*", r"\1 …"),
 ]
 """What differs where the optional extra is not installed."""
 
