@@ -566,6 +566,24 @@ def test_who_leaves_the_queue_lets_the_next_one_in(start: Callable[..., Peer]) -
     granted(two.grant(READER)).release()
 
 
+def test_a_grant_says_how_many_wait_and_a_place_can_be_given_up(start: Callable[..., Peer]) -> None:
+    peer = start(slots=1)
+    has, one, two = (peer.dial() for _ in range(3))
+    first = granted(has.grant(READER))
+    assert first.queue == 0
+    queued(one.grant(READER))
+    assert queued(two.grant(READER)).position == 1
+    first.release()
+    second = granted(one.grant(READER))
+    assert second.queue == 1
+    two.leave_queue()
+    second.release()
+    third = granted(one.grant(READER))
+    assert third.queue == 0
+    third.release()
+    granted(two.grant(READER)).release()
+
+
 def test_verified_readers_that_serve_are_better_peers(start: Callable[..., Peer]) -> None:
     peer = start(slots=1)
     first = granted(peer.dial().grant(READER))
