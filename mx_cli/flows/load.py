@@ -12,9 +12,11 @@ from mx_cli.flows.catalog import Catalog, catalog
 from mx_cli.flows.context import Context
 from mx_cli.flows.cuts import config_of, cut_of
 from mx_cli.flows.in_process import process_context, require_torch
+from mx_cli.flows.mapped import mapped_tensors
 from mx_cli.flows.pull_memory import disk_member, move
 from mx_cli.flows.pull_tensors import device_number, own_tensors, put_on_gpu
 from mx_cli.flows.ranks import bring, chosen, own_memory, rows_of, twins_of
+from mx_cli.model.holding import HOST, Tensor
 from mx_cli.sources.registry import OpenOrigin
 
 CONFIG = "config.json"
@@ -26,6 +28,7 @@ def load(
     *,
     device: str = "cpu",
     names: Sequence[str] | None = None,
+    mapped: bool | None = None,
     revision: str | None = None,
     rank: str | None = None,
     rules: Any = None,
@@ -34,7 +37,12 @@ def load(
     """The tensors of a checkpoint, by name: `model` is a directory, a weight file or a URI. `names`: only these.
 
     Headers are read first (two small reads a file), then only the wanted bytes, in pieces that cross tensors, straight to
-    where the tensors are. All memory is the caller's own. `settings`: as in `mx config`.
+    where the tensors are. `settings`: as in `mx config`.
+
+    `mapped`: host tensors of files that are in the page cache are those pages, and nothing is copied; what is written to
+    them stays in this process. By default that is so for snapshots of the cache, which nobody writes to. True: for every
+    local file, as safetensors does it; then who changes the file in place changes tensors, and who shortens it ends the
+    process. False: all memory is the caller's own, as it is for everything else.
 
     `rank` (r/n, from 0): only that rank's part of each tensor, by `rules`: llama, qwen, mistral, mixtral or deepseek, a
     rule file, what one holds, or None for the family that config.json names. Only what the rank needs is read; gaps of up
@@ -51,24 +59,41 @@ def load(
         return _load_share(model, revision, rank, rules, names, index, context)
     if rules is not None:
         raise UsageError("rules without a rank")
-    tensors: dict[str, Any] = {}
     found, origin = catalog(model, revision, context)
     try:
-        layout = own_tensors(found.holding, names, index, tensors, fresh=True)
-        bell = Bell()
-        move(
-            found.holding,
-            layout.targets,
-            [member(found, origin, bell, context)],
-            bell,
-            context,
-            put_on_gpu(),
-            found.entries,
-        )
-        layout.finish()
+        wanted = chosen_tensors(found, names)
+        tensors: dict[str, Any] = {}
+        # What lists no entries was read from a snapshot's manifest.
+        if index == HOST and found.directory and (mapped or (mapped is None and not found.entries)):
+            tensors = mapped_tensors(found, wanted)
+        rest = [tensor.name for tensor in wanted if tensor.name not in tensors]
+        if rest:
+            _copy(found, origin, rest, index, tensors, context)
+        return {name: tensors[name] for name in sorted(tensors)}
     finally:
         origin.close()
-    return tensors
+
+
+def _copy(
+    found: Catalog, origin: OpenOrigin, names: Sequence[str], device: int, tensors: dict[str, Any], context: Context
+) -> None:
+    """Put the tensors `names` into `tensors`, in memory of their own."""
+    layout = own_tensors(found.holding, names, device, tensors, fresh=True)
+    bell = Bell()
+    sources = [member(found, origin, bell, context)]
+    move(found.holding, layout.targets, sources, bell, context, put_on_gpu(), found.entries)
+    layout.finish()
+
+
+def chosen_tensors(found: Catalog, names: Sequence[str] | None) -> list[Tensor]:
+    """In the order of the files. Raises UsageError for names that nothing has."""
+    tensors = list(found.holding.tensors)
+    if names is None:
+        return tensors
+    wanted = set(names)
+    if lacking := sorted(wanted - {tensor.name for tensor in tensors}):
+        raise UsageError(f"no such tensors: {', '.join(lacking[:5])}")
+    return [tensor for tensor in tensors if tensor.name in wanted]
 
 
 def _load_share(

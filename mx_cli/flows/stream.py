@@ -17,7 +17,7 @@ from mx_cli.engine.run import Limits, Transfer, cores
 from mx_cli.flows.catalog import Catalog, catalog
 from mx_cli.flows.context import Context
 from mx_cli.flows.in_process import process_context, require_torch
-from mx_cli.flows.load import member
+from mx_cli.flows.load import chosen_tensors, member
 from mx_cli.flows.pull_tensors import device_number
 from mx_cli.model.holding import HOST, Tensor
 from mx_cli.plan.blocks import aligned
@@ -75,7 +75,7 @@ def _limit(memory: str | int | None) -> int:
 def _stream(
     found: Catalog, origin: Any, names: Sequence[str] | None, limit: int, device: int, owned: bool, context: Context
 ) -> Iterator[tuple[str, Any]]:
-    tensors = _chosen(found, names)
+    tensors = chosen_tensors(found, names)
     groups = _groups(tensors)
     owns = owned and device == HOST
     size = _ring_size(groups, limit, owns)
@@ -117,15 +117,6 @@ def _stream(
 
 def _left(failed: Member, error: MxError) -> None:
     """The only source: its error ends the stream."""
-
-
-def _chosen(found: Catalog, names: Sequence[str] | None) -> list[Tensor]:
-    tensors = list(found.holding.tensors)
-    if names is None:
-        return tensors
-    if lacking := sorted(set(names) - {tensor.name for tensor in tensors}):
-        raise UsageError(f"no such tensors: {', '.join(lacking[:5])}")
-    return [tensor for tensor in tensors if tensor.name in set(names)]
 
 
 def _groups(tensors: Sequence[Tensor]) -> list[Group]:
