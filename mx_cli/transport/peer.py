@@ -169,6 +169,9 @@ def _covered(
         if alike and all(map(operator.eq, lengths, (check.length for check in checks))):
             begins = [address - base for address in addresses]
             return checks, whole, begins, list(map(operator.add, begins, lengths))
+    if len(memory.parts) == 1 and (memory.parts[0][0], memory.parts[0][1]) == (0, item.length):
+        begins = [check[0] - item.offset for check in checks]
+        return checks, whole, begins, [begin + check[1] for begin, check in zip(begins, checks, strict=True)]
     found: list[Check] = []
     begins, ends = [], []
     at, count = 0, len(checks)

@@ -83,7 +83,7 @@ def _large(name: str, model: Path, env: Mapping[str, str], place: Path, runs: in
     for other in ("ModelExpress", "Mooncake"):
         if other in rate:
             rows.append(_against(f"{name} verified nixl-read", rate, "nixl-read", other))
-        elif is_near or other == "ModelExpress":
+        elif other == "ModelExpress" or not is_near:
             rows.append(Row(f"{name} {other} (not in .bench-venv, or no namespace): left out", 0.0, "MB/s"))
     if is_near:
         rows.append(_against("verified path socket", rate, "socket", "plain TLS", ENCRYPTED))
