@@ -252,7 +252,7 @@ def own_tensors(
         for name in chosen:
             tensors[name] = torch_tensors.tensor_of(block, offsets.get(name, 0), *every[name])
 
-    return Layout(joined(targets), chosen, finish)
+    return Layout(joined(targets), chosen, finish, block=block)
 
 
 def device_number(text: str) -> int:

@@ -26,13 +26,15 @@ PAGE = 4096
 class Layout:
     """Where the bytes go, and the tensors that get them. `finish` is called when all are there.
 
-    `kinds` of the tensors, where the target knows them and not only the source.
+    `kinds` of the tensors, where the target knows them and not only the source. `block`: the tensor of bytes that all of
+    it lies in, where there is one.
     """
 
     targets: list[Extent]
     names: list[str]
     finish: Callable[[], None]
     kinds: Mapping[str, str] = field(default_factory=dict)
+    block: Any = None
 
 
 def pieces_of(holding: Holding, dtypes: Mapping[str, str]) -> list[Piece]:

@@ -1,0 +1,284 @@
+"""`mx_cli.load` of a whole group: each rank reads its portion of the bytes, and all get all of them from each other."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mx_cli.base import canonical
+from mx_cli.base.cancel import Stop
+from mx_cli.base.errors import MxError, TransportFailed
+from mx_cli.engine.many import Bell, Member
+from mx_cli.engine.ports import Block, ReadItem
+from mx_cli.flows.catalog import Catalog, catalog
+from mx_cli.flows.context import Context
+from mx_cli.flows.hash import is_local
+from mx_cli.flows.pull_memory import carry
+from mx_cli.flows.pull_tensors import own_tensors, put_on_gpu
+from mx_cli.flows.targets import Layout
+from mx_cli.model.holding import Extent, Extents, Holding
+from mx_cli.model.manifest import BLOCK, Entry, Manifest
+from mx_cli.plan.blocks import aligned
+from mx_cli.plan.portions import portions
+from mx_cli.plan.ranges import Span, merge, total
+from mx_cli.sinks.host import MemorySink
+from mx_cli.sources.registry import OpenOrigin
+from mx_cli.transport.collective import BUCKET, Collective
+from mx_cli.transport.peer import ITEM
+
+LEAST_PIECE = 64 << 10
+PIECES = 8
+"""Pieces of a portion at least, so that the portions are about equal."""
+JOIN = 5.0
+
+
+class SharedLoad:
+    """One load by all ranks of a group. Each rank makes it with the same arguments."""
+
+    def __init__(self, group: Any, device: int, context: Context, member: Any) -> None:
+        """`member(catalog, origin, bell, context)` makes the source of the bytes. Raises UsageError."""
+        self._context, self._device, self._member = context, device, member
+        self._ranks = Collective(group, device, context.settings.stall_timeout)
+
+    def run(self, model: str, revision: str | None, names: Sequence[str] | None) -> dict[str, Any]:
+        """Blocks. Raises what `load` raises, and TransportFailed when another rank failed or is lost."""
+        wish = canonical.sha256([model, revision, sorted(names) if names is not None else None])
+        self._ranks.same(int(wish[:15], 16), "what they load")
+        made: list[tuple[Catalog, Layout]] = []
+        tensors: dict[str, Any] = {}
+        with contextlib.ExitStack() as opened:
+            catalog_of = self._catalog(model, revision, opened)
+
+            def make(seconds: float) -> bool:
+                found = catalog_of()
+                made.append((found, own_tensors(found.holding, names, self._device, tensors, fresh=True)))
+                return True
+
+            self._ranks.agree(_once(make))
+            found, layout = made[0]
+            self._exchange(found, self._origin, layout)
+            layout.finish()
+            return tensors
+
+    # -- what there is -------------------------------------------------------------------------------------------
+
+    def _catalog(self, model: str, revision: str | None, opened: contextlib.ExitStack) -> Callable[[], Catalog]:
+        """Rank 0 lists and reads the headers, for all. Its files are then opened by each rank for itself."""
+        if self._ranks.rank == 0:
+            # The origin lives as long as the task: its stop is the origin's.
+            task = opened.enter_context(
+                _Task(lambda stop: catalog(model, revision, _with(self._context, stop)), self._context.stop)
+            )
+            self._ranks.agree(task.done)
+            found, self._origin = task.result()
+            opened.callback(self._origin.close)
+            self._ranks.share(_packed(found), 0)
+            return lambda: found
+        self._ranks.agree(lambda seconds: True)
+        data = self._ranks.share(b"", 0)
+
+        def open_here() -> Catalog:
+            holding, entries = _unpacked(data)
+            self._origin = self._context.origin(model)
+            opened.callback(self._origin.close)
+            if not is_local(model):
+                return Catalog(holding, entries, None)
+            path = Path(model).expanduser().absolute()
+            # A copy on another machine has other times: its size is what counts.
+            return Catalog(holding, {}, path if path.is_dir() else path.parent)
+
+        return open_here
+
+    # -- the bytes -----------------------------------------------------------------------------------------------
+
+    def _exchange(self, found: Catalog, origin: OpenOrigin, layout: Layout) -> None:
+        items = pieces_for(found, layout.targets, self._ranks.size)
+        cuts = portions([item.length or 0 for item in items], self._ranks.size)
+        # The memory is in the order of the files: a portion of the pieces is a run of it.
+        reach = [_reach(items[first:last], layout) for first, last in cuts]
+        first, last = cuts[self._ranks.rank]
+        sink = PortionSink(layout.targets, put_on_gpu())
+        task = _Task(lambda stop: self._read(found, origin, items[first:last], sink, stop), self._context.stop)
+        sink.tell = task.news.set
+        step = max(1, BUCKET // self._ranks.size)
+        rounds = max((-(-(end - start) // step) for start, end in reach), default=0)
+        base = layout.block.data_ptr()
+        with task:
+            for index in range(rounds):
+                pieces = []
+                for rank, (start, end) in enumerate(reach):
+                    low, high = min(end, start + index * step), min(end, start + (index + 1) * step)
+                    pieces.append((rank, layout.block[low - base : high - base]))
+                    if rank == self._ranks.rank:
+                        sink.expect(low, high)
+                self._ranks.agree(lambda seconds: task.done(seconds, sink.filled))
+                self._ranks.broadcast(pieces)
+            self._ranks.agree(task.done)
+        if self._device >= 0:
+            import torch
+
+            torch.cuda.synchronize(self._device)
+
+    def _read(
+        self, found: Catalog, origin: OpenOrigin, items: Sequence[ReadItem], sink: PortionSink, stop: Stop
+    ) -> None:
+        if items:
+            context = _with(self._context, stop)
+            bell = Bell()
+            members: list[Member] = [self._member(found, origin, bell, context)]
+            carry(items, sink, members, bell, context)
+
+
+def pieces_for(found: Catalog, targets: Sequence[Extent], ranks: int) -> list[ReadItem]:
+    """Everything that is wanted, in the order of the files, in pieces that are small enough to be dealt out evenly."""
+    spans: dict[str, list[Span]] = {}
+    for row in targets:
+        spans.setdefault(row.file, []).append((row.offset, row.end))
+    even = sum(row.length for row in targets) // (ranks * PIECES)
+    pieces = []
+    for file in sorted(spans):
+        record = found.holding.manifest.record(file)
+        assert record is not None, "targets are of the manifest's files"
+        entry = found.entries.get(file) or found.holding.entry(record)
+        blocks = found.holding.blocks(file)
+        least = BLOCK if blocks else LEAST_PIECE
+        piece = max(least, min(ITEM, even // LEAST_PIECE * LEAST_PIECE))
+        pieces += [ReadItem(entry, start, end - start) for start, end in aligned(spans[file], blocks, piece)]
+    return pieces
+
+
+class PortionSink(MemorySink):
+    """Memory that knows when a run of it is filled. Bytes are placed by one thread, and waited for by another.
+
+    `tell` is called when some have been placed.
+    """
+
+    def __init__(self, extents: Sequence[Extent], put: Any) -> None:
+        super().__init__(extents, put)
+        self.tell: Callable[[], None] = lambda: None
+        self._places = Extents(extents)
+        self._lock = threading.Lock()
+        self._placed: list[Span] = []
+        self._expected: list[Span] = []
+        self._all = merge((row.address, row.address + row.length) for row in extents)
+
+    def commit(self, item: ReadItem, block: Block) -> None:
+        end = block.offset + block.length
+        runs = self._places.within(item.entry.path, block.offset, end)
+        with self._lock:
+            self._placed = merge([*self._placed, *((run.address, run.address + run.length) for run in runs)])
+        self.tell()
+
+    def expect(self, low: int, high: int) -> None:
+        """From now on `filled` is of the bytes from address `low` to `high`: of those that are anybody's."""
+        with self._lock:
+            self._expected = _within(self._all, low, high)
+
+    def filled(self) -> bool:
+        """Whether all that is expected has been placed."""
+        with self._lock:
+            have = [span for low, high in self._expected for span in _within(self._placed, low, high)]
+            return total(have) == total(self._expected)
+
+
+def _within(spans: Sequence[Span], low: int, high: int) -> list[Span]:
+    return [(max(low, start), min(high, end)) for start, end in spans if start < high and low < end]
+
+
+def _reach(items: Sequence[ReadItem], layout: Layout) -> Span:
+    """The run of memory that the pieces fill."""
+    if not items:
+        base = layout.block.data_ptr()
+        return base, base
+    places = Extents(layout.targets)
+    first, last = items[0], items[-1]
+    assert first.end is not None
+    assert last.end is not None
+    start = places.within(first.entry.path, first.offset, first.end)[0].address
+    end = places.within(last.entry.path, last.offset, last.end)[-1]
+    return start, end.address + end.length
+
+
+class _Task:
+    """Work in a thread of its own, which stops with the block, or with the outer stop. `news` is set when it is over."""
+
+    def __init__(self, work: Callable[[Stop], Any], outer: Stop) -> None:
+        self._work, self._outer = work, outer
+        self._stop = Stop()
+        self._hooks = contextlib.ExitStack()
+        self.news = threading.Event()
+        self._over = False
+        self._result: Any = None
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="shared-load", daemon=True)
+
+    def _run(self) -> None:
+        try:
+            self._result = self._work(self._stop)
+        except BaseException as error:  # noqa: BLE001 - it is raised in the thread that waits
+            self._failure = error
+        self._over = True
+        self.news.set()
+
+    def __enter__(self) -> _Task:
+        given_up = TransportFailed("given up")
+        self._hooks.enter_context(self._outer.calling(lambda: self._stop.request(self._outer.reason or given_up)))
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.request(TransportFailed("given up"))
+        self._thread.join(JOIN)
+        self._hooks.close()
+
+    def done(self, seconds: float, enough: Callable[[], bool] = lambda: False) -> bool:
+        """Whether it is over or `enough` holds, after so many seconds at most. Raises what it raised."""
+        end = time.monotonic() + seconds
+        while True:
+            self.news.clear()
+            if isinstance(self._failure, MxError):
+                raise self._failure
+            if self._failure:
+                raise TransportFailed(f"{type(self._failure).__name__}: {self._failure}") from self._failure
+            if self._over or enough():
+                return True
+            left = end - time.monotonic()
+            if left <= 0:
+                return False
+            self.news.wait(left)
+
+    def result(self) -> Any:
+        return self._result
+
+
+def _with(context: Context, stop: Stop) -> Context:
+    return dataclasses.replace(context, stop=stop)
+
+
+def _once(work: Callable[[float], bool]) -> Callable[[float], bool]:
+    done: list[bool] = []
+
+    def once(seconds: float) -> bool:
+        if not done:
+            done.append(work(seconds))
+        return done[0]
+
+    return once
+
+
+def _packed(found: Catalog) -> bytes:
+    entries = {path: dataclasses.astuple(entry) for path, entry in found.entries.items()}
+    holding = {"manifest": found.holding.manifest.to_json(), "starts": dict(found.holding.starts)}
+    return json.dumps({**holding, "entries": entries}, ensure_ascii=False).encode("utf-8", "surrogateescape")
+
+
+def _unpacked(data: bytes) -> tuple[Holding, dict[str, Entry]]:
+    read = json.loads(data.decode("utf-8", "surrogateescape"))
+    holding = Holding(Manifest.from_json(read["manifest"], "rank 0 of the group"), (), read["starts"])
+    return holding, {path: Entry(*row) for path, row in read["entries"].items()}
