@@ -79,5 +79,7 @@ def _verify(holding: Holding, file: str, view: memoryview) -> None:
                 hint="mx cache verify",
             )
 
-    with ThreadPoolExecutor(cores()) as pool:
-        list(pool.map(compare, holding.checks(file)))
+    checks = holding.checks(file)
+    if checks:
+        with ThreadPoolExecutor(cores()) as pool:
+            list(pool.map(compare, checks))
