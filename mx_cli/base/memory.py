@@ -2,27 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
-_GROUP = Path("/sys/fs/cgroup")
+_GROUPS = Path("/sys/fs/cgroup")
 
 
 def available() -> int:
-    """Bytes: what the machine has to give, and no more than what the cgroup (v2, as it is mounted) leaves."""
-    most, used = limit(), _number(_GROUP / "memory.current")
-    if most is None or used is None:
-        return _machine("MemAvailable")
-    return min(_machine("MemAvailable"), max(0, most - used))
+    """Bytes: what the machine has to give, and no more than what the cgroups that this process is in leave."""
+    return min([_machine("MemAvailable"), *(max(0, most - used) for most, used in _groups())])
 
 
 def limit() -> int | None:
-    """Bytes that the cgroup allows; None where it sets no limit."""
-    return _number(_GROUP / "memory.max")
+    """Bytes that the cgroups allow; None where they set no limit."""
+    return min((most for most, _ in _groups() if most < _machine("MemTotal")), default=None)
 
 
 def total() -> int:
     """Bytes of the machine."""
     return _machine("MemTotal")
+
+
+def _groups() -> Iterator[tuple[int, int]]:
+    """(limit, used) of each cgroup with a limit, of either version. File pages that the kernel can drop are not used."""
+    for base, path, limit, usage, droppable in _memberships():
+        for group in (path, *path.parents):
+            # In a container the path may be one of the host's, and only the root of it is there.
+            place = base / group.relative_to("/")
+            most, used = _number(place / limit), _number(place / usage)
+            if most is not None and used is not None:
+                yield most, max(0, used - _of_stat(place / "memory.stat", droppable))
+
+
+def _memberships() -> Iterator[tuple[Path, Path, str, str, str]]:
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            yield _GROUPS / "memory", Path(path), *names
+        elif not controllers:
+            yield _GROUPS, Path(path), "memory.max", "memory.current", "inactive_file"
+
+
+def _of_stat(path: Path, name: str) -> int:
+    try:
+        for line in path.read_text().splitlines():
+            if line.startswith(f"{name} "):
+                return int(line.split()[1])
+    except (OSError, ValueError, IndexError):
+        pass
+    return 0
 
 
 def _machine(field: str) -> int:
