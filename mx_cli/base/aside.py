@@ -15,16 +15,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 _LOOK = 0.2
 _LARGEST = 4 << 20
+_TIDY = 0.3
 
 
 class Aside:
     """Runs `module:function`, a generator of JSON values that takes one mapping. It begins at once.
 
-    The function's stdout and stderr go nowhere. A child that does not end is killed and left alone.
+    The function's stdout and stderr go nowhere. One that is late is told to stop, so that it can tidy up, and left alone.
     """
 
     def __init__(self, target: str, arguments: Mapping[str, Any], deadline: float) -> None:
@@ -49,20 +52,32 @@ class Aside:
         assert self._process.stdout
         fd, data, ended = self._process.stdout.fileno(), bytearray(), False
         try:
-            while not ended and (left := self._end - time.monotonic()) > 0 and len(data) < _LARGEST:
+            while not ended and len(data) < _LARGEST:
                 check()
-                if select.select([fd], [], [], min(left, _LOOK))[0]:
+                left = self._end - time.monotonic()
+                if select.select([fd], [], [], min(max(0.0, left), _LOOK))[0]:
+                    # What came in time counts, however late it is read.
                     part = os.read(fd, 1 << 16)
                     data += part
                     ended = not part
+                elif left <= 0:
+                    break
             why = self._ending() if ended else "no answer in time"
         finally:
             self._process.stdout.close()
-            if self._process.poll() is None:
-                with contextlib.suppress(OSError):
-                    os.killpg(self._process.pid, signal.SIGKILL)
+            self._stop()
         lines = data.split(b"\n")[:-1]
         return [json.loads(line) for line in lines], why
+
+    def _stop(self) -> None:
+        if self._process.poll() is None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_TIDY)
+                return
+            # What waits in the kernel hears of it when it comes back, and tidies up then.
+            if not _waits_in_kernel(self._process.pid):
+                self._process.kill()
 
     def _ending(self) -> str:
         try:
@@ -74,8 +89,20 @@ class Aside:
         return f"it failed (exit code {code})" if code else ""
 
 
+def _waits_in_kernel(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "D"
+    except OSError:
+        return False
+
+
+def _leave(signum: int, frame: FrameType | None) -> None:
+    raise SystemExit(1)
+
+
 def main(target: str) -> None:
     """The child's side. Ends the process without destructors: libraries crash in theirs."""
+    signal.signal(signal.SIGTERM, _leave)
     out = os.dup(1)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     # Libraries write to stdout.

@@ -8,7 +8,6 @@ import fcntl
 import mmap
 import os
 import secrets
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -34,16 +33,11 @@ def probe(arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """
     root = Path(arguments["root"])
     above = next((parent for parent in (root, *root.parents) if os.path.lexists(parent)), Path("/"))
+    work = above / f".mx-doctor-{secrets.token_hex(8)}"
     try:
-        Cache(root)
-        work = Path(tempfile.mkdtemp(prefix=".mx-doctor-", dir=above))
-    except MxError as error:
-        yield Capability("cache root", FAIL, error.what, error.hint or _ELSEWHERE).to_json()
-        return
-    except OSError as error:
-        yield Capability("cache root", FAIL, f"{root}: cannot write ({error.strerror})", _ELSEWHERE).to_json()
-        return
-    try:
+        if refused := _refused(root, work):
+            yield refused.to_json()
+            return
         yield _root(root, above, work).to_json()
         yield _free(above).to_json()
         yield _rename(work).to_json()
@@ -51,9 +45,22 @@ def probe(arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield _direct(work).to_json()
         yield _flock(work).to_json()
     finally:
-        for name in os.listdir(work):
-            (work / name).unlink()
-        work.rmdir()
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            for name in os.listdir(work):
+                (work / name).unlink()
+            work.rmdir()
+
+
+def _refused(root: Path, work: Path) -> Capability | None:
+    """Makes the directory for probes; why it cannot be."""
+    try:
+        Cache(root)
+        os.mkdir(work, 0o700)
+    except MxError as error:
+        return Capability("cache root", FAIL, error.what, error.hint or _ELSEWHERE)
+    except OSError as error:
+        return Capability("cache root", FAIL, f"{root}: cannot write ({error.strerror})", _ELSEWHERE)
+    return None
 
 
 def _root(root: Path, above: Path, work: Path) -> Capability:

@@ -19,7 +19,7 @@ from mx_cli.flows import measure_model
 from mx_cli.sources import survey
 from tests.rig import mounts, netns, servers
 from tests.rig.netns import Namespace
-from tests.rig.serving import Hosts
+from tests.rig.serving import Hosts, eventually
 from tests.support import MIB, Mx, Result, Running, capability, make_checkpoint, need
 
 SECRET = "a-secret-for-the-tests-of-doctor-0123456789"
@@ -189,6 +189,8 @@ def test_a_mount_that_hangs_is_a_failing_row(mx: Mx, tmp_path: Path) -> None:
             rows = table(mx("doctor", place / "model", "--json", "--cache-dir", place / "cache", timeout=60).exits(20))
         finally:
             os.kill(daemon, signal.SIGCONT)
+        # What was under way ends now, and takes its files away.
+        eventually(lambda: {path.name for path in (tmp_path / "backing").iterdir()} == {"model"})
     assert rows["cache root"]["state"] == rows["discovery"]["state"] == rows["model"]["state"] == "fail"
     assert rows["cache root"]["value"] == "no answer in time"
     assert rows["flock"]["value"] == "not tried"
