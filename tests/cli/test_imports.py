@@ -143,7 +143,14 @@ def test_x05_peers_without_the_extra(mx: Mx, tmp_path: Path) -> None:
     assert fetched["bytes_fetched"] == sum(path.stat().st_size for path in model.rglob("*") if path.is_file())
     hosts("pull", served.content, "--to", tmp_path / "pulled", host="c", env=env).ok()
     assert tree(Path(fetched["dir"])) == tree(tmp_path / "pulled") == tree(model)
-    for looking in (["hash", model], ["cache", "ls"], ["cache", "verify"], ["status"], ["peers", "--probe"], ["doctor"]):
+    for looking in (
+        ["hash", model],
+        ["cache", "ls"],
+        ["cache", "verify"],
+        ["status"],
+        ["peers", "--probe"],
+        ["doctor"],
+    ):
         assert "Traceback" not in hosts(*looking, host="b", env=env).ok().err
     stopped = served.stop()
     assert (stopped.code, "warning" in stopped.err) == (143, False)
