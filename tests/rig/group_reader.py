@@ -25,9 +25,10 @@ class Group:
         model: str,
         env: Mapping[str, str] | None = None,
         odd: Any = None,
+        keys: str = "",
         **arguments: Any,
     ) -> None:
-        """`odd`: {rank: other arguments of that rank}."""
+        """`odd`: {rank: other arguments of that rank}. `keys`: a variable that is `rank0`, `rank1`, … for each of them."""
         place.mkdir(parents=True, exist_ok=True)
         self.ranks: list[subprocess.Popen[str]] = []
         for rank in range(size):
@@ -35,6 +36,7 @@ class Group:
             wish = {"rank": rank, "size": size, "store": str(place / "store"), "model": model, "arguments": mine}
             around = {"PATH": PATH, "HOME": str(place), "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
             around |= {"MX_CACHE_DIR": str(place / "cache"), "OMP_NUM_THREADS": "1"}
+            own = {keys: f"rank{rank}"} if keys else {}
             with (place / f"{rank}.err").open("w") as errors:
                 self.ranks.append(
                     subprocess.Popen(
@@ -42,7 +44,7 @@ class Group:
                         stdout=subprocess.PIPE,
                         stderr=errors,
                         text=True,
-                        env={**around, **(env or {})},
+                        env={**around, **(env or {}), **own},
                         cwd=ROOT,
                     )
                 )
