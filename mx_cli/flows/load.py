@@ -50,9 +50,10 @@ def load(
     to 256 KiB are read along, and a notice says how much that was. Where a snapshot's digests are known, blocks of 4 MiB
     of which all bytes were read are verified; those of which the rank needs only some are not.
 
-    `group` (of torch.distributed): all of its ranks call this with the same arguments. Each reads its portion of the bytes,
-    the first also the headers, and they exchange them, 64 MiB at once and straight from and to where the tensors are: the
-    origin gives every byte once. A rank that fails or is lost ends the others with TransportFailed, which names it, within
+    `group` (of torch.distributed): all of its ranks call this with the same arguments, but for a `rank`, of which each of
+    them has its own, and then keeps only its part. Each reads its portion of the bytes,
+    the first also the headers, and they exchange them, 64 MiB at once: the origin gives every byte once. Without a `rank`
+    the bytes go straight from and to where the tensors are. A rank that fails or is lost ends the others with TransportFailed, which names it, within
     `stall_timeout`; the group must not be used after that. NCCL ends the process instead, by its own timeout.
 
     Blocks. Raises what listing and reading the origin raise, IntegrityError for files that are not what they say,
@@ -62,11 +63,14 @@ def load(
     context = process_context(settings)
     index = device_number(device)
     if group is not None:
-        if rank is not None or mapped:
-            raise UsageError("a group beside a rank, or mapped: each of them reads alone", hint="leave one of them out")
+        if mapped:
+            raise UsageError("a group, and mapped: pages of a file are not exchanged", hint="leave one of them out")
         from mx_cli.flows.shared_load import SharedLoad
 
-        return SharedLoad(group, index, context, member).run(model, revision, names)
+        shared = SharedLoad(group, index, context, member)
+        if rank is None:
+            return shared.run(model, revision, names)
+        return shared.run_share(model, revision, names, lambda *at: cut_of(rank, rules, lambda: found_config(*at)))
     if rank is not None:
         return _load_share(model, revision, rank, rules, names, index, context)
     if rules is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import threading
 import time
@@ -15,19 +16,23 @@ from mx_cli.base import canonical
 from mx_cli.base.cancel import Stop
 from mx_cli.base.errors import MxError, TransportFailed
 from mx_cli.engine.many import Bell, Member
-from mx_cli.engine.ports import Block, ReadItem
+from mx_cli.engine.ports import ReadItem, Sink
 from mx_cli.flows.catalog import Catalog, catalog
 from mx_cli.flows.context import Context
+from mx_cli.flows.cuts import Cut
 from mx_cli.flows.hash import is_local
-from mx_cli.flows.pull_memory import carry
+from mx_cli.flows.pull_memory import carry, place_of
 from mx_cli.flows.pull_tensors import own_tensors, put_on_gpu
+from mx_cli.flows.ranks import Memory, chosen, own_memory, rows_of, twins_of
 from mx_cli.flows.targets import Layout
 from mx_cli.model.holding import Extent, Extents, Holding
 from mx_cli.model.manifest import BLOCK, Entry, Manifest
 from mx_cli.plan.blocks import aligned
 from mx_cli.plan.portions import portions
-from mx_cli.plan.ranges import Span, merge, total
-from mx_cli.sinks.host import MemorySink
+from mx_cli.plan.ranges import Span
+from mx_cli.plan.rows import READ_ALONG, Rows
+from mx_cli.sinks.portions import PortionSink, RingOfPieces
+from mx_cli.sinks.rows import RowsSink, pick
 from mx_cli.sources.registry import OpenOrigin
 from mx_cli.transport.collective import BUCKET, Collective
 from mx_cli.transport.peer import ITEM
@@ -65,6 +70,66 @@ class SharedLoad:
             self._exchange(found, self._origin, layout)
             layout.finish()
             return tensors
+
+    def run_share(
+        self,
+        model: str,
+        revision: str | None,
+        names: Sequence[str] | None,
+        cut_of: Callable[[Catalog, OpenOrigin], Cut],
+    ) -> dict[str, Any]:
+        """The same, but each rank keeps only its part, by its own cut; what is exchanged passes through host memory."""
+        wish = canonical.sha256([model, revision, sorted(names) if names is not None else None, "shares"])
+        self._ranks.same(int(wish[:15], 16), "what they load")
+        made: list[tuple[Catalog, Memory, list[Rows], list[Extent]]] = []
+        with contextlib.ExitStack() as opened:
+            catalog_of = self._catalog(model, revision, opened)
+
+            def make(seconds: float) -> bool:
+                found = catalog_of()
+                holding = found.holding
+                shapes = chosen(holding, names)
+                shares = cut_of(found, self._origin).shares(shapes)
+                memory = own_memory(shapes, shares, twins_of(holding, shapes, shares), self._device)
+                whole = [Extent(*place_of(holding, name), 0) for name in shapes]
+                made.append((found, memory, rows_of(holding, shapes, shares, memory.places), whole))
+                return True
+
+            self._ranks.agree(_once(make))
+            found, memory, rows, whole = made[0]
+            self._pass_through(found, rows, pieces_for(found, whole, self._ranks.size))
+            return memory.tensors()
+
+    def _pass_through(self, found: Catalog, rows: Sequence[Rows], items: Sequence[ReadItem]) -> None:
+        """Piece by piece from the rank that reads it to all, each of which takes what it wants of it."""
+        cuts = portions([item.length or 0 for item in items], self._ranks.size)
+        first, last = cuts[self._ranks.rank]
+        wanted = RowsSink(rows, READ_ALONG, put_on_gpu())
+        sink = RingOfPieces(items[first:last], BUCKET)
+        task = _Task(lambda stop: self._read(found, self._origin, items[first:last], sink, stop), self._context.stop)
+        sink.tell = task.news.set
+        at_once = max(1, BUCKET // ITEM)
+        with task:
+            for index in range(max(last - first for first, last in cuts)):
+                there = functools.partial(sink.filled, index)
+                self._ranks.agree(functools.partial(task.done, enough=there))
+                turn = [(rank, items[first + index]) for rank, (first, last) in enumerate(cuts) if first + index < last]
+                for at in range(0, len(turn), at_once):
+                    self._pass(turn[at : at + at_once], index, sink, wanted)
+                sink.give_back(index)
+            self._ranks.agree(task.done)
+
+    def _pass(self, turn: Sequence[tuple[int, ReadItem]], index: int, sink: RingOfPieces, wanted: RowsSink) -> None:
+        pieces = []
+        for rank, item in turn:
+            own = sink.view(index) if rank == self._ranks.rank else None
+            pieces.append((rank, self._ranks.piece(item.length or 0, own)))
+        self._ranks.broadcast(pieces)
+        for (_, item), (_, piece) in zip(turn, pieces, strict=True):
+            view = self._ranks.view(piece)
+            assert item.end is not None
+            for one in wanted.within(item.entry.path, item.offset, item.end):
+                pick(one, item.offset, view, wanted.put)
 
     # -- what there is -------------------------------------------------------------------------------------------
 
@@ -125,9 +190,7 @@ class SharedLoad:
 
             torch.cuda.synchronize(self._device)
 
-    def _read(
-        self, found: Catalog, origin: OpenOrigin, items: Sequence[ReadItem], sink: PortionSink, stop: Stop
-    ) -> None:
+    def _read(self, found: Catalog, origin: OpenOrigin, items: Sequence[ReadItem], sink: Sink, stop: Stop) -> None:
         if items:
             context = _with(self._context, stop)
             bell = Bell()
@@ -151,44 +214,6 @@ def pieces_for(found: Catalog, targets: Sequence[Extent], ranks: int) -> list[Re
         piece = max(least, min(ITEM, even // LEAST_PIECE * LEAST_PIECE))
         pieces += [ReadItem(entry, start, end - start) for start, end in aligned(spans[file], blocks, piece)]
     return pieces
-
-
-class PortionSink(MemorySink):
-    """Memory that knows when a run of it is filled. Bytes are placed by one thread, and waited for by another.
-
-    `tell` is called when some have been placed.
-    """
-
-    def __init__(self, extents: Sequence[Extent], put: Any) -> None:
-        super().__init__(extents, put)
-        self.tell: Callable[[], None] = lambda: None
-        self._places = Extents(extents)
-        self._lock = threading.Lock()
-        self._placed: list[Span] = []
-        self._expected: list[Span] = []
-        self._all = merge((row.address, row.address + row.length) for row in extents)
-
-    def commit(self, item: ReadItem, block: Block) -> None:
-        end = block.offset + block.length
-        runs = self._places.within(item.entry.path, block.offset, end)
-        with self._lock:
-            self._placed = merge([*self._placed, *((run.address, run.address + run.length) for run in runs)])
-        self.tell()
-
-    def expect(self, low: int, high: int) -> None:
-        """From now on `filled` is of the bytes from address `low` to `high`: of those that are anybody's."""
-        with self._lock:
-            self._expected = _within(self._all, low, high)
-
-    def filled(self) -> bool:
-        """Whether all that is expected has been placed."""
-        with self._lock:
-            have = [span for low, high in self._expected for span in _within(self._placed, low, high)]
-            return total(have) == total(self._expected)
-
-
-def _within(spans: Sequence[Span], low: int, high: int) -> list[Span]:
-    return [(max(low, start), min(high, end)) for start, end in spans if start < high and low < end]
 
 
 def _reach(items: Sequence[ReadItem], layout: Layout) -> Span:

@@ -23,7 +23,7 @@ class RowsSink:
     """
 
     def __init__(self, rows: Iterable[Rows], copy_along: int, put: Put | None = None) -> None:
-        self._copy_along, self._put = copy_along, put
+        self._copy_along, self.put = copy_along, put
         self._of: dict[str, list[Rows]] = {}
         for one in rows:
             if one.size:
@@ -53,7 +53,7 @@ class RowsSink:
         if not parts or any(one[0] + one[1] > other[0] for one, other in itertools.pairwise(parts)):
             return Through(lambda at, view: self._pick(rows, start + at, view))
         device = rows[0].device
-        put = self._put
+        put = self.put
         if device == HOST or put is None:
             return Memory(tuple(parts), device)
         return Memory(tuple(parts), device, lambda address, view: put(device, address, view))
@@ -67,7 +67,7 @@ class RowsSink:
 
     def _pick(self, rows: Iterable[Rows], at: int, view: memoryview) -> None:
         for one in rows:
-            pick(one, at, view, self._put)
+            pick(one, at, view, self.put)
 
     def commit(self, item: ReadItem, block: Block) -> None:
         """Nothing: what is in place is in place."""

@@ -161,6 +161,18 @@ class Collective:
             for work in works:
                 self._wait(work)
 
+    def piece(self, size: int, own: memoryview | None) -> Any:
+        """A tensor to broadcast from (`own` bytes of this rank) or into, where ranks talk to each other."""
+        import torch
+
+        if own is None:
+            return torch.empty(size, dtype=torch.uint8, device=self._talk)
+        return torch.frombuffer(own, dtype=torch.uint8).to(self._talk)
+
+    def view(self, piece: Any) -> memoryview:
+        """The bytes of a piece in host memory, which the caller keeps."""
+        return memoryview(piece.cpu().numpy()).cast("B")
+
     def _wait(self, work: Any) -> None:
         if work is not None:
             work.wait(self._patience)

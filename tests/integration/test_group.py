@@ -53,6 +53,19 @@ def test_a_directory_and_a_part_of_it(tmp_path: Path) -> None:
     assert said == [{"sha256": digest({name: whole[name] for name in names})}] * 2
 
 
+def test_each_rank_keeps_its_part(tmp_path: Path, s3stub: Any) -> None:
+    """Two ranks of a tensor-parallel group: each has its columns, of rows that were read once."""
+    store, model, whole = stored(tmp_path, s3stub)
+    ranks = {rank: {"rank": f"{rank}/2"} for rank in range(2)}
+    with Group(tmp_path / "group", 2, model, env=store.env, odd=ranks) as group:
+        group.wait_there()
+        said = [group.line(rank) for rank in range(2)]
+    assert said == [{"sha256": digest(tp.shares(whole, rank, 2))} for rank in range(2)]
+    headers = 2 * (256 << 10)
+    files = sum(file.stat().st_size for file in (tmp_path / "model").glob("*.safetensors"))
+    assert tp.size(whole) <= store.bytes_served("safetensors") <= files + headers
+
+
 def test_a_snapshot_with_a_wrong_block(tmp_path: Path, mx: Any) -> None:
     """One rank reads the wrong byte; all hear of it, and from whom."""
     tp.write(tmp_path / "model")
@@ -102,5 +115,5 @@ def test_a_lost_rank_ends_the_others(tmp_path: Path, s3stub: Any, ranks: int, ho
 def test_what_is_no_group(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"without torch\.distributed"):
         mx_cli.load(str(tmp_path), group=object())
-    with pytest.raises(UsageError, match="a group beside a rank"):
-        mx_cli.load(str(tmp_path), group=object(), rank="0/2")
+    with pytest.raises(UsageError, match="a group, and mapped"):
+        mx_cli.load(str(tmp_path), group=object(), mapped=True)

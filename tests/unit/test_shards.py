@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mx_cli.base.errors import UsageError
+from mx_cli.base.errors import IntegrityError, UsageError
+from mx_cli.model.holding import Holding, start_key
+from mx_cli.model.manifest import FileRecord, Manifest
 from mx_cli.model.share import Share
 from mx_cli.plan.families import NAMES, built_in, family_of
 from mx_cli.plan.ranges import merge, total
@@ -299,3 +301,36 @@ def test_a_share_survives_json(case: tuple[Rule, tuple[int, ...], int]) -> None:
 def test_what_is_no_share(row: Any) -> None:
     with pytest.raises((ValueError, TypeError)):
         Share.from_json(row)
+
+
+def holding(rank: str, shares: dict[str, Share]) -> Holding:
+    rows = (("f", "w", "U8", (4, 2), ("0" * 32,)), ("f", "b", "U8", (8,), ("1" * 32,)))
+    manifest = Manifest(
+        uri="", revision="", selection="", rules=1, directory="", files=(FileRecord("f", 16, "x"),), weights=("f",), tensors=rows
+    )  # fmt: skip
+    starts = {start_key("f", "w"): 0, start_key("f", "b"): 8}
+    return Holding(manifest, (), starts, rank=rank, shares=shares)
+
+
+def test_a_holding_says_which_part_of_which_tensor_it_has() -> None:
+    first, second = Share((8, 2), 0, ((0, 4),)), Share((8, 2), 0, ((4, 8),))
+    mine = holding("0/2", {"w": first})
+    read = Holding.from_json(mine.to_json(), "there")
+    assert (read.rank, read.shares) == ("0/2", {"w": first})
+    assert read.digest == mine.digest
+    # The same bytes of another part are not the same.
+    digests = {holding("1/2", {"w": second}).digest, holding("0/2", {"w": second}).digest, holding("", {}).digest}
+    assert len(digests | {mine.digest}) == 4
+
+
+@pytest.mark.parametrize(
+    ("rank", "shares"),
+    [
+        ("0/2", {"w": [[8, 2], 0, [[0, 3]]]}), ("0/2", {"none": [[8, 2], 0, [[0, 4]]]}), ("", {"w": [[8, 2], 0, [[0, 4]]]}),
+        ("0/2", {"w": [[8, 2], 0, [[0, 9]]]}), ("0/2", {"w": "part"}), ("0/2", ["w"]),
+    ],
+)  # fmt: skip
+def test_a_holding_with_wrong_parts_is_refused(rank: str, shares: Any) -> None:
+    data = {**holding("", {}).to_json(), "rank": rank, "shares": shares}
+    with pytest.raises(IntegrityError, match="there"):
+        Holding.from_json(data, "there")
