@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import time
 from collections import deque
@@ -145,8 +146,9 @@ class Many:
         self._finish(job, _given_up(job))
 
     def close(self) -> None:
-        for member in self.members:
-            member.source.close()
+        with contextlib.ExitStack() as each:
+            for member in reversed(self.members):
+                each.callback(member.source.close)
 
     # -- dealing -------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from mx_cli.engine.buffers import Pool, at_address, scatter
 from mx_cli.engine.ports import Memory, ReadItem, Stream
 from mx_cli.engine.threads import Flight
 from mx_cli.model.holding import HOST, Extent, Extents
+from mx_cli.transport.inside import Inside
 from mx_cli.transport.peer import ITEM
 
 if TYPE_CHECKING:
@@ -24,6 +25,10 @@ PROBE = 1 << 20
 LONGEST_PAUSE = 0.002
 LEAVE = 2.0
 """Seconds in which the threads of a path that is closed have to come out of it."""
+
+
+_GRAVES: list[object] = []
+"""Memory that a read may still land in, for as long as the process lives."""
 
 
 class Opens(Protocol):
@@ -65,6 +70,7 @@ class Socket:
     def __init__(self, opens: Opens, window: int) -> None:
         self.window = window
         self._opens = opens
+        self._inside = Inside()
         self._buffers = ReadBuffers(window)
 
     def bring(self, item: ReadItem, dest: Memory, flight: Flight) -> None:
@@ -74,18 +80,23 @@ class Socket:
         stream = self._opens(item.entry.path, item.offset + begin, end - begin)
         flight.attach(stream)
         try:
-            if len(dest.parts) == 1 and dest.put is None:
-                self._fill(stream, at_address(dest.parts[0][2], end - begin), item, flight)
-                return
-            address = self.buffer()
-            try:
-                view = at_address(address, end - begin)
-                self._fill(stream, view, item, flight)
-                scatter(dest, begin, view)
-            finally:
-                self.give_back(address)
+            with self._inside.entered(item.entry.path):
+                if len(dest.parts) == 1 and dest.put is None:
+                    self._fill(stream, at_address(dest.parts[0][2], end - begin), item, flight)
+                else:
+                    self._scatter(stream, item, dest, flight)
         finally:
             stream.close()
+
+    def _scatter(self, stream: Stream, item: ReadItem, dest: Memory, flight: Flight) -> None:
+        begin, end = dest.parts[0][0], dest.parts[-1][0] + dest.parts[-1][1]
+        address = self.buffer()
+        try:
+            view = at_address(address, end - begin)
+            self._fill(stream, view, item, flight)
+            scatter(dest, begin, view)
+        finally:
+            self.give_back(address)
 
     def _fill(self, stream: Stream, view: memoryview, item: ReadItem, flight: Flight) -> None:
         filled = 0
@@ -103,7 +114,9 @@ class Socket:
         self._buffers.give_back(address)
 
     def close(self) -> None:
-        """Aborted streams are closed already: a thread that reads one gets nothing more."""
+        """Aborted streams are closed already: a thread that reads one gets no more than what it has received."""
+        if not self._inside.close(LEAVE):
+            raise TransportFailed(f"path socket does not end (a read has gone on for {LEAVE:g} s)")
 
 
 class NixlRead:
@@ -124,9 +137,7 @@ class NixlRead:
         self._peer = str(capability["name"])
         self._extents = Extents(extents_of(capability))
         self._posting = threading.Lock()
-        self._inside = 0
-        self._left = threading.Condition()
-        self._closed = False
+        self._inside = Inside()
         self._buffers = ReadBuffers(window)
         pool = self._buffers.make()
         agent.register([(pool.address, pool.size, HOST), *regions])
@@ -146,18 +157,10 @@ class NixlRead:
             self.give_back(address)
 
     def bring(self, item: ReadItem, dest: Memory, flight: Flight) -> None:
-        with self._left:
-            if self._closed:
-                raise TransportFailed(f"{item.entry.path}: given up")
-            self._inside += 1
-        try:
+        with self._inside.entered(item.entry.path):
             for devices, local, remote in self._runs(item, dest):
                 self._move(self._agent.read(self._peer, local, remote, devices), item, flight)
                 flight.moved += int(local[:, 1].sum())
-        finally:
-            with self._left:
-                self._inside -= 1
-                self._left.notify_all()
 
     def _runs(self, item: ReadItem, dest: Memory) -> list[tuple[tuple[int, int], Any, Any]]:
         """The runs to copy, (devices, own rows, the peer's rows), one group for each kind of the peer's memory."""
@@ -198,7 +201,7 @@ class NixlRead:
                 read.post()
             pause = 0.0001
             while not read.done():
-                if flight.aborted or self._closed:
+                if flight.aborted or self._inside.closed:
                     raise TransportFailed(f"{item.entry.path}: given up")
                 time.sleep(pause)
                 pause = min(LONGEST_PAUSE, pause * 1.5)
@@ -212,12 +215,13 @@ class NixlRead:
         self._buffers.give_back(address)
 
     def close(self) -> None:
-        with self._left:
-            self._closed = True
-            end = time.monotonic() + LEAVE
-            while self._inside and (left := end - time.monotonic()) > 0:
-                self._left.wait(left)
-        self._agent.destroy()
+        """Raises TransportFailed when the agent cannot be destroyed: what its reads land in must not be used again."""
+        self._inside.close(LEAVE)
+        try:
+            self._agent.destroy()
+        except TransportFailed:
+            _GRAVES.append(self._buffers)
+            raise
 
 
 def extents_of(capability: Mapping[str, Any]) -> list[Extent]:

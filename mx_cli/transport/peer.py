@@ -16,9 +16,12 @@ from mx_cli.engine.ports import Block, Done, File, Host, Memory, ReadItem, Sourc
 from mx_cli.engine.threads import Flight, Threads
 from mx_cli.model.holding import HOST, Check, Extent, Holding
 from mx_cli.model.manifest import BLOCK
+from mx_cli.transport.inside import Inside
 
 ITEM = 2 * BLOCK
 """Bytes of a read: at 16 MiB the rate of verified bytes drops, at 4 the work for each read shows."""
+LEAVE = 30.0
+"""Seconds for what has come to a source that is closed: a disk may hold up the thread that writes it."""
 
 
 class Path(Protocol):
@@ -54,6 +57,8 @@ class PeerSource(Threads):
         self._holding, self._path, self._failure = holding, path, failure
         self._files = frozenset(record.path for record in holding.manifest.files)
         self._closing = threading.Lock()
+        # What has come by the path is looked at where it lies, or is on its way from a buffer to a file.
+        self._landing = Inside()
         self._closed = False
 
     @property
@@ -69,11 +74,17 @@ class PeerSource(Threads):
         return news
 
     def close(self) -> None:
+        """Abort all. Raises TransportFailed, each time, when something may still land: then its memory must not be used."""
         with self._closing:
-            if not self._closed:
-                self._closed = True
-                super().close()
-                self._path.close()
+            if self._closed:
+                return
+            super().close()
+            self._path.close()
+            if not self._landing.close(LEAVE):
+                raise TransportFailed(
+                    f"{self.name}: what has come is still being placed, {LEAVE:g} s after it was given up"
+                )
+            self._closed = True
 
     def read(self, flight: Flight) -> Done:
         item = flight.item
@@ -99,10 +110,11 @@ class PeerSource(Threads):
             return ()
         if isinstance(dest, Memory):
             self._path.bring(item, dest, flight)
-            if dest.device == HOST:
-                self._verify(item, dest)
-            else:
-                self._verify_on_gpu(item, dest)
+            with self._landing.entered(item.entry.path):
+                if dest.device == HOST:
+                    self._verify(item, dest)
+                else:
+                    self._verify_on_gpu(item, dest)
             return (Block(item.offset, item.length, b""),)
         return tuple(
             block
@@ -117,10 +129,11 @@ class PeerSource(Threads):
         try:
             memory = Memory(((0, length, address),))
             self._path.bring(item, memory, flight)
-            self._verify(item, memory)
-            view = at_address(address, length)
-            _place(dest, at, view)
-            return (Block(item.offset, length, b""),) if isinstance(dest, Through) else _blocks(item, view)
+            with self._landing.entered(item.entry.path):
+                self._verify(item, memory)
+                view = at_address(address, length)
+                _place(dest, at, view)
+                return (Block(item.offset, length, b""),) if isinstance(dest, Through) else _blocks(item, view)
         finally:
             self._path.give_back(address)
 

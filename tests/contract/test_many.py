@@ -23,12 +23,13 @@ from mx_cli.base.errors import (
 from mx_cli.engine import many
 from mx_cli.engine.many import Bell, Many, Member
 from mx_cli.engine.meter import Meter
-from mx_cli.engine.ports import Host, ReadItem
+from mx_cli.engine.ports import Host, ReadItem, Through
 from mx_cli.engine.retry import Gate
 from mx_cli.engine.run import Limits, Transfer
 from mx_cli.engine.threads import Lifted
 from mx_cli.model.holding import Holding, start_key
 from mx_cli.model.manifest import BLOCK, FileRecord, Manifest
+from mx_cli.transport import peer
 from mx_cli.transport.peer import PeerSource
 from tests.rig.memory import MemoryPath, MemoryReader, MemorySink
 from tests.support import noise
@@ -440,6 +441,78 @@ def test_an_item_that_waits_can_be_given_up() -> None:
     done = source.poll(0)
     assert [(one.item, one.finished, type(one.error)) for one in done] == [(ITEMS[1], True, TransportFailed)]
     assert source.moved(ITEMS[1]) is None
+    source.close()
+
+
+def test_closing_waits_for_what_is_being_placed() -> None:
+    bell, placing, go_on, closed = Bell(), threading.Event(), threading.Event(), threading.Event()
+    source = PeerSource("a", HOLDING, MemoryPath(FILES), bell.ring, lambda: None)
+    placed: list[int] = []
+
+    def place(offset: int, view: memoryview) -> None:
+        placing.set()
+        assert go_on.wait(60)
+        placed.append(len(view))
+
+    def close() -> None:
+        source.close()
+        closed.set()
+
+    source.widen(2)
+    source.start(ITEMS[0], Through(place))
+    assert placing.wait(60)
+    closing = threading.Thread(target=close)
+    closing.start()
+    assert not closed.wait(0.3)
+    go_on.set()
+    assert closed.wait(60)
+    assert placed == [ITEMS[0].length]
+    closing.join()
+
+
+def test_nothing_is_placed_once_it_is_closed() -> None:
+    bell, arrived, go_on = Bell(), threading.Event(), threading.Event()
+    path = MemoryPath(FILES)
+    source = PeerSource("a", HOLDING, path, bell.ring, lambda: None)
+    placed: list[int] = []
+
+    def bring(item: ReadItem, dest: Any, flight: Any) -> None:
+        MemoryPath.bring(path, item, dest, flight)
+        arrived.set()
+        assert go_on.wait(60)
+
+    path.bring = bring  # type: ignore[method-assign]
+    source.start(ITEMS[0], Through(lambda offset, view: placed.append(len(view))))
+    assert arrived.wait(60)
+    source.close()
+    go_on.set()
+    (done,) = source.poll(60)
+    assert isinstance(done.error, TransportFailed)
+    assert not placed
+
+
+def test_what_does_not_end_is_told_each_time_and_the_others_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer, "LEAVE", 0.1)
+    bell, placing, go_on = Bell(), threading.Event(), threading.Event()
+
+    def place(offset: int, view: memoryview) -> None:
+        placing.set()
+        assert go_on.wait(60)
+
+    paths = [MemoryPath(FILES), MemoryPath(FILES)]
+    members = [
+        Member(name, PeerSource(name, HOLDING, p, bell.ring, lambda: None)) for name, p in zip("ab", paths, strict=True)
+    ]
+    source = Many(members, bell, lambda member, error: None)
+    source.start(ITEMS[0], Through(place))
+    assert placing.wait(60)
+    for _ in range(2):
+        with pytest.raises(TransportFailed, match="still being placed"):
+            source.close()
+    assert all(path.closed.is_set() for path in paths)
+    go_on.set()
+    (done,) = members[0].source.poll(60)
+    assert done.error is None
     source.close()
 
 
