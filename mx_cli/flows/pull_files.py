@@ -15,9 +15,9 @@ from pathlib import Path
 
 from mx_cli.base.errors import MxError, UsageError
 from mx_cli.base.oserrors import explain
-from mx_cli.base.process import boot_id, is_gone, start_time
+from mx_cli.base.process import boot_id, is_gone, pid_namespace, start_time
 from mx_cli.cache.layout import make_dirs, sync_directory
-from mx_cli.cache.reserve import check_space
+from mx_cli.cache.reserve import check_space, reserve
 from mx_cli.engine.many import Bell, Many, Member, trouble
 from mx_cli.engine.meter import Meter
 from mx_cli.engine.ports import Block
@@ -30,7 +30,6 @@ from mx_cli.flows.peering import Peering
 from mx_cli.flows.progress import watching
 from mx_cli.model.holding import Holding
 from mx_cli.model.manifest import Entry
-from mx_cli.model.paths import fault
 from mx_cli.plan.ranges import interleave
 from mx_cli.sinks.files import FileSink, Opened
 
@@ -89,8 +88,6 @@ def pull_files(peering: Peering, target: Path, context: Context) -> Pulled:
 def _is_there(target: Path, holding: Holding, context: Context) -> bool:
     """Whether the target holds the files of the manifest; False when it is empty or not there at all."""
     records = {record.path: record for record in holding.manifest.files}
-    if bad := [path for path in records if fault(path)]:
-        raise UsageError(f"the peer offers a file with a name that cannot be: {bad[0]!r}")
     try:
         if not os.path.lexists(target):
             return False
@@ -123,11 +120,11 @@ def _digest(path: Path, context: Context) -> str:
 
 
 def _prefix(target: Path) -> str:
-    return f".{target.name}.mx-{boot_id()[:8]}-"
+    return f".{target.name}.mx-{boot_id()[:8]}-{pid_namespace()}-"
 
 
 def _sweep(target: Path) -> None:
-    """Remove what pulls of this boot left that were killed."""
+    """Remove what pulls of this boot left that were killed. Of another container nobody can tell whether it lives."""
     prefix = _prefix(target)
     with contextlib.suppress(OSError):
         for path in target.parent.iterdir():
@@ -197,8 +194,11 @@ class _Filled:
                 with self._lock:
                     self._directories.update(path.parents[: len(Path(entry.path).parts)])
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            if entry.size:
-                os.posix_fallocate(fd, 0, entry.size)
+            try:
+                reserve(fd, entry.size or 0, str(path))
+            except BaseException:
+                os.close(fd)
+                raise
         except OSError as error:
             raise explain(error, f"making {path}") from None
         return Opened(fd, [])

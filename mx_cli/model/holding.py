@@ -19,6 +19,7 @@ from mx_cli.base.errors import IntegrityError
 from mx_cli.model.header import BITS
 from mx_cli.model.identity import Identity
 from mx_cli.model.manifest import BLOCK, Entry, FileRecord, Listing, Manifest
+from mx_cli.model.paths import check_paths
 from mx_cli.model.share import Share
 
 HOST = -1
@@ -214,7 +215,7 @@ class Holding:
 
     @classmethod
     def from_json(cls, data: Any, where: str) -> Holding:
-        """Raises IntegrityError for anything but a holding whose blocks lie inside its files."""
+        """Raises IntegrityError for anything but a holding of files that can be, whose blocks lie inside of them."""
         try:
             holding = cls(
                 Manifest.from_json(data["manifest"], where),
@@ -316,13 +317,25 @@ def _alias(of: Any, offset: Any, dtype: Any, shape: Any) -> Alias:
 
 
 def _check_places(holding: Holding, where: str) -> None:
+    try:
+        check_paths(record.path for record in holding.manifest.files)
+    except IntegrityError as error:
+        raise IntegrityError(f"{where}: {error.what}") from None
     sizes = {record.path: record.size for record in holding.manifest.files}
-    for name, file, _, _, start, blocks, size in holding.tensors:
+    if wrong := [path for path, size in sizes.items() if not 0 <= size < 1 << 63]:
+        raise IntegrityError(f"{where}: no file has {sizes[wrong[0]]} bytes ({wrong[0]!r})")
+    for name, file, _, shape, start, blocks, size in holding.tensors:
+        if not all(type(length) is int and length >= 0 for length in shape):
+            raise IntegrityError(f"{where}: tensor {name!r} has a shape that cannot be ({list(shape)})")
         if start < 0 or size < 0 or start + size > sizes.get(file, -1) or len(blocks) != -(-size // BLOCK):
             raise IntegrityError(f"{where}: tensor {name!r} does not lie in {file}")
     sizes_of = {tensor.name: tensor.size for tensor in holding.tensors}
     for name, alias in holding.aliases.items():
-        if alias.offset < 0 or alias.offset + alias.size > sizes_of.get(alias.of, -1):
+        if (
+            min(alias.shape, default=0) < 0
+            or alias.offset < 0
+            or alias.offset + alias.size > sizes_of.get(alias.of, -1)
+        ):
             raise IntegrityError(f"{where}: tensor {name!r} does not lie in {alias.of!r}")
 
 

@@ -13,6 +13,8 @@ from mx_cli.transport.protocol import POLL
 
 SECRET_HINT = "both sides need the same --peer-token-file; on one host without it, the same user and $XDG_RUNTIME_DIR"
 _SHOWN = 500
+LEAST, MOST = 0.01, 86400.0
+"""Seconds that a peer may ask its reader to wait, or to beat within."""
 
 
 def read_answer(channel: Channel, status: int, limit: int) -> dict[str, Any]:
@@ -77,6 +79,30 @@ def text_of(answer: Mapping[str, Any], name: str, place: str) -> str:
     if not isinstance(value, str) or not value:
         raise TransportFailed(f"{place}: not a peer (the answer has no {name})")
     return value
+
+
+def texts_of(answer: Mapping[str, Any], name: str, place: str) -> tuple[str, ...]:
+    """A list of texts, empty when it is not there. Raises TransportFailed."""
+    value = answer.get(name, [])
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise TransportFailed(f"{place}: the answer is not what a peer says ({name} is no list of texts)")
+    return tuple(value)
+
+
+def count_of(answer: Mapping[str, Any], name: str, default: int, place: str) -> int:
+    """A number of things. Raises TransportFailed."""
+    value = answer.get(name, default)
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise TransportFailed(f"{place}: the answer is not what a peer says ({name}: {str(value)[:80]})")
+    return value
+
+
+def seconds_of(answer: Mapping[str, Any], name: str, default: float, place: str) -> float:
+    """A time that can be waited for. Raises TransportFailed."""
+    value = answer.get(name, default)
+    if not isinstance(value, (int, float)) or not LEAST <= value <= MOST:
+        raise TransportFailed(f"{place}: the answer is not what a peer says ({name}: {str(value)[:80]})")
+    return float(value)
 
 
 def bytes_of(answer: Mapping[str, Any], name: str, place: str) -> bytes:

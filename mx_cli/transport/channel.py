@@ -6,7 +6,8 @@ import contextlib
 import hashlib
 import socket
 import ssl
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 
 from mx_cli.base.address import split_address
 from mx_cli.base.errors import AccessDenied, TransportFailed, Unreachable
@@ -44,7 +45,8 @@ class Channel:
             raise Unreachable(f"{place}: cannot connect: {_say(error)}") from None
         try:
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            stream = TlsStream(plain, context, host)
+            with _within(plain, connect_timeout):
+                stream = TlsStream(plain, context, host)
         except ssl.SSLCertVerificationError as error:
             plain.close()
             raise AccessDenied(f"{place}: certificate verify failed: {error.verify_message}") from None
@@ -52,6 +54,10 @@ class Channel:
             plain.close()
             raise Unreachable(f"{place}: TLS failed: {_say(error)}") from None
         return cls(stream, place)
+
+    def within(self, seconds: float) -> contextlib.AbstractContextManager[None]:
+        """A block that ends in so many seconds, however the other side keeps one waiting: what it reads breaks off then."""
+        return _within(self._stream.sock, seconds)
 
     def set_patience(self, seconds: float) -> None:
         """How long to wait for a byte, from now on."""
@@ -155,6 +161,22 @@ class Channel:
         """Close and give the descriptor back; only when no other thread reads. Idempotent."""
         self.close()
         self._stream.close()
+
+
+@contextlib.contextmanager
+def _within(sock: socket.socket, seconds: float) -> Iterator[None]:
+    def cut() -> None:
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+
+    # Each byte that drips in would begin a time-out of the socket anew.
+    timer = threading.Timer(seconds, cut)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _cut_is_end(receive: Callable[[memoryview], int], view: memoryview) -> int:

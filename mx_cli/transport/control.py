@@ -363,7 +363,7 @@ def _common(offered: Any) -> int:
     """The highest wire version that both sides speak."""
     try:
         low, high = map(int, offered)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise UsageError("proto is not a range of wire versions") from None
     best = min(high, PROTO[1])
     if best < max(low, PROTO[0]):

@@ -65,7 +65,8 @@ class Response:
 
 def answer(value: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """A JSON answer."""
-    body = json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogateescape") + b"\n"
+    # Escaped, so that whatever somebody has said can be passed on.
+    body = json.dumps(value).encode() + b"\n"
     return Response(status, body, {"Content-Type": "application/json", **(headers or {})})
 
 

@@ -16,18 +16,32 @@ from urllib.parse import quote, urlencode
 
 from mx_cli.base.errors import (
     AccessDenied,
+    Incompatible,
     MxError,
     NotFound,
     TransportFailed,
     Unreachable,
+    UsageError,
 )
 from mx_cli.model.holding import Holding
 from mx_cli.transport import secret
-from mx_cli.transport.answers import SECRET_HINT, bytes_of, explain, parse_json, read_answer, text_of, unzip
+from mx_cli.transport.answers import (
+    SECRET_HINT,
+    bytes_of,
+    count_of,
+    explain,
+    parse_json,
+    read_answer,
+    seconds_of,
+    text_of,
+    texts_of,
+    unzip,
+)
 from mx_cli.transport.channel import Channel, NotThere, Silent
 from mx_cli.transport.protocol import FILES, GRANT_HEADER, GRANTS, HELLO, MANIFEST, NONCE, POLL, PROTO, SESSION, SOURCE
 
 _STRANGER_LIMIT = 64 << 10
+_LONGEST_GENERATION = 200
 _ANSWER_LIMIT = 64 << 20
 _HOLDING_LIMIT = 256 << 20
 _FAREWELL = 5.0
@@ -60,7 +74,8 @@ def dial(
     context = secret.client_context(ca)
     channel = Channel.dial(place, context, connect_timeout)
     try:
-        generation, token = _shake_hands(channel, place, known[0])
+        with channel.within(2 * connect_timeout):
+            generation, token = _shake_hands(channel, place, known[0])
     except NotFound:
         channel.free()
         raise TransportFailed(f"{place}: not a peer (something else answers there)") from None
@@ -74,6 +89,8 @@ def _shake_hands(channel: Channel, place: str, offered: bytes) -> tuple[str, str
     nonce = random.token_bytes(NONCE)
     hello = _call(channel, "POST", HELLO, {"proto": list(PROTO), "nonce": nonce.hex()})
     generation, server_nonce = text_of(hello, "generation", place), bytes_of(hello, "nonce", place)
+    if not generation.isprintable() or len(generation) > _LONGEST_GENERATION:
+        raise TransportFailed(f"{place}: not a peer (its generation is no name)")
     fields = (channel.certificate, nonce, server_nonce, generation)
     own = secret.proof(offered, secret.CLIENT, *fields)
     body = {"proto": PROTO[1], "nonce": nonce.hex(), "server_nonce": server_nonce.hex(), "proof": own.hex()}
@@ -119,10 +136,15 @@ class Session:
 
     def source(self) -> dict[str, Any]:
         """What the peer says of itself now. Blocks; raises MxError."""
-        return self.call("GET", SOURCE)
+        facts = self.call("GET", SOURCE)
+        texts_of(facts, "identities", self.address)
+        for name in ("readers", "slots", "queue", "version"):
+            count_of(facts, name, 0, self.address)
+        return facts
 
     def holding(self) -> Holding:
-        """What the peer holds. Blocks; raises IntegrityError when it makes no sense, TransportFailed when it is too large."""
+        """What the peer holds. Blocks. Raises IntegrityError when it makes no sense, Incompatible when it is of a newer mx,
+        TransportFailed when it is too large."""
         channel, status = self._ask("GET", MANIFEST, {"Accept-Encoding": "gzip"})
         try:
             data = channel.body(_HOLDING_LIMIT)
@@ -130,7 +152,11 @@ class Session:
             self.give_back(channel)
         if status >= 300:
             raise explain(status, data, self.address)
-        return Holding.from_json(parse_json(unzip(data, self.address, _HOLDING_LIMIT), self.address), self.address)
+        try:
+            return Holding.from_json(parse_json(unzip(data, self.address, _HOLDING_LIMIT), self.address), self.address)
+        except UsageError as error:
+            # Of a newer mx, for instance: the peer's doing, and no fault of the command.
+            raise Incompatible(f"{self.address}: {error.what}") from None
 
     def grant(self, reader: Mapping[str, Any]) -> Grant | Queued:
         """Ask for a slot, telling about this `reader` (host, pid, boot id, address if it serves). Blocks, but not for a slot.
@@ -141,8 +167,8 @@ class Session:
         answer = self.call("POST", GRANTS, {"proto": PROTO[1], "reader": dict(reader), "ticket": self._ticket})
         if answer["status"] == QUEUED:
             self._ticket = text_of(answer, "ticket", self.address)
-            better = tuple(str(place) for place in answer.get("better", ()))
-            return Queued(int(answer.get("position", 0)), better, float(answer.get("retry_after", POLL)))
+            position, better = count_of(answer, "position", 0, self.address), texts_of(answer, "better", self.address)
+            return Queued(position, better, seconds_of(answer, "retry_after", POLL, self.address))
         self._ticket = ""
         return Grant(self, answer)
 
@@ -257,13 +283,13 @@ class Grant:
 
     def __init__(self, session: Session, answer: Mapping[str, Any]) -> None:
         self.id = text_of(answer, "grant", session.address)
-        self.queue = int(answer.get("queue", 0))
+        self.queue = count_of(answer, "queue", 0, session.address)
         self.access = answer
-        self.version = -1
+        self.version = 0
         self.state = ""
         self.better: tuple[str, ...] = ()
         self._session = session
-        self._ttl = float(answer.get("ttl", 30.0))
+        self._ttl = seconds_of(answer, "ttl", 30.0, session.address)
         self.failure: MxError | None = None
         self._told: dict[str, Any] = {}
         self._ended = threading.Event()
@@ -310,9 +336,9 @@ class Grant:
                 return
 
     def _learn(self, answer: Mapping[str, Any]) -> None:
-        self.version = int(answer.get("version", self.version))
+        self.version = count_of(answer, "version", self.version, self._session.address)
         self.state = str(answer.get("state", self.state))
-        self.better = tuple(str(place) for place in answer.get("better", ()))
+        self.better = texts_of(answer, "better", self._session.address)
 
 
 class FileStream:

@@ -29,6 +29,7 @@ from mx_cli.base.errors import (
     Unreachable,
     UsageError,
 )
+from mx_cli.model.manifest import Manifest
 from mx_cli.transport import secret, session
 from mx_cli.transport.door import Limits
 from mx_cli.transport.listen import listen
@@ -508,6 +509,93 @@ def test_something_else_that_listens_there(answers: bytes) -> None:
         threading.Thread(target=serve, daemon=True).start()
         with pytest.raises(Unreachable, match=r"127\.0\.0\.1"):
             dial(place_of(server), [SECRET])
+
+
+class Impostor:
+    """Takes one connection: speaks TLS if it is to, and then what `talk` makes it say."""
+
+    def __init__(self, talk: Callable[[socket.socket], None], *, tls: bool = True) -> None:
+        self.server = listen("127.0.0.1:0")
+        self.server.setblocking(True)
+        self.over = threading.Event()
+        self._talk, self._tls = talk, tls
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            sock, _ = self.server.accept()
+            if self._tls:
+                sock = secret.make_certificate().context.wrap_socket(sock, server_side=True)
+            self._talk(sock)
+            self.over.wait(100)
+
+    def close(self) -> None:
+        self.over.set()
+        self.server.close()
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["TLS", "the answer"])
+def test_who_drips_holds_nobody_up(tls: bool) -> None:
+    def talk(sock: socket.socket) -> None:
+        sock.sendall(b"HTTP/1.1 200 OK\r\nX: " if tls else b"\x16\x03\x03\x40\x00")
+        while not impostor.over.wait(0.1):
+            sock.sendall(b"x")
+
+    impostor = Impostor(talk, tls=tls)
+    try:
+        with pytest.raises(Unreachable):
+            dial(place_of(impostor.server), [SECRET], 1.0)
+    finally:
+        impostor.close()
+
+
+@pytest.mark.parametrize("generation", ["\ud800", "mx\x1b[2J", "m" * 5000])
+def test_a_generation_that_is_no_name_is_refused(generation: str) -> None:
+    said = json.dumps({"proto": 1, "nonce": "00" * 56, "generation": generation}).encode()
+
+    def talk(sock: socket.socket) -> None:
+        sock.recv(1 << 16)
+        sock.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(said), said))
+
+    impostor = Impostor(talk)
+    try:
+        with pytest.raises(TransportFailed, match="not a peer"):
+            dial(place_of(impostor.server), [SECRET], 10.0)
+    finally:
+        impostor.close()
+
+
+@pytest.mark.parametrize("fact", [{"readers": "many"}, {"queue": -1}, {"version": 2**63}, {"identities": None}])
+def test_facts_that_cannot_be_are_the_peers_fault(peer: Peer, fact: dict[str, Any]) -> None:
+    peer.holder.facts = lambda: fact  # type: ignore[method-assign]
+    with pytest.raises(TransportFailed, match=f"not what a peer says .{next(iter(fact))}"):
+        peer.dial().source()
+
+
+@pytest.mark.parametrize("field", [{"ttl": 0}, {"ttl": float("nan")}, {"ttl": "long"}, {"queue": 1.5}, {"better": 7}])
+def test_a_grant_that_cannot_be_is_the_peers_fault(peer: Peer, field: dict[str, Any]) -> None:
+    peer.holder.access = lambda reader: field  # type: ignore[method-assign]
+    with pytest.raises(TransportFailed, match=f"not what a peer says .{next(iter(field))}"):
+        peer.dial().grant(READER)
+
+
+def test_a_manifest_of_a_newer_mx_is_incompatible(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    newer = {**peer.holder.holding.manifest.to_json(), "format": 99} if peer.holder.holding else {}
+    monkeypatch.setattr(Manifest, "to_json", lambda self: newer)
+    with pytest.raises(Incompatible, match="newer mx"):
+        peer.dial().holding()
+
+
+def test_wire_versions_that_are_no_numbers(peer: Peer) -> None:
+    endless = b'{"proto": [Infinity, Infinity], "nonce": "%s"}' % (b"00" * 32)
+    assert ask(raw(peer.address), "POST", "/v1/hello", endless)[0] == 400
+
+
+def test_what_one_reader_says_spoils_no_answer_to_others(peer: Peer) -> None:
+    reader = peer.dial()
+    grant = granted(reader.grant(READER))
+    grant.release("[::1%\ud800]:80", 1)
+    assert "[::1%\ud800]:80" in peer.dial().source()["better"]
 
 
 def test_nobody_listens_there() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from mx_cli.base.process import start_time
+from mx_cli.flows import pull_files
 from tests.rig.checkpoints import make_checkpoint, tree
 from tests.rig.serving import Hosts
 
@@ -63,3 +66,18 @@ def test_what_a_killed_pull_left_goes_with_the_next(
     assert hosts("pull", served.content, "--to", to, host="b").code == 0
     assert [path.name for path in to.parent.iterdir()] == ["to"]
     assert tree(to) == tree(checkpoint)
+
+
+def test_what_another_container_is_filling_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = subprocess.Popen(["true"])
+    start = start_time(ended.pid)
+    ended.wait()
+    target = tmp_path / "to"
+    ours = tmp_path / f"{pull_files._prefix(target)}{ended.pid}-{start}-abcdef"
+    monkeypatch.setattr(pull_files, "pid_namespace", lambda: 1)
+    theirs = tmp_path / f"{pull_files._prefix(target)}{ended.pid}-{start}-abcdef"
+    monkeypatch.undo()
+    for path in (ours, theirs):
+        path.mkdir(exist_ok=True)
+    pull_files._sweep(target)
+    assert list(tmp_path.iterdir()) == [theirs]

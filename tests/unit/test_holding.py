@@ -127,6 +127,17 @@ BROKEN: dict[str, Callable[[dict[str, Any]], object]] = {
     "kinds are no mapping": lambda data: data.update(kinds=[]),
     "no version": lambda data: data.update(version=None),
     "no starts": lambda data: data.pop("starts"),
+    "a name that leads out": lambda data: data["manifest"]["files"][1].update(path="../two.safetensors"),
+    "two files of one name": lambda data: data["manifest"]["files"].append(data["manifest"]["files"][0]),
+    "less than nothing": lambda data: data["manifest"]["files"].append(
+        {**data["manifest"]["files"][0], "path": "less", "size": -1}
+    ),
+    "more than a file can have": lambda data: data["manifest"]["files"].append(
+        {**data["manifest"]["files"][0], "path": "more", "size": 2**63}
+    ),
+    "two lengths below nothing": lambda data: data["aliases"].update(tied=["b", 0, "F32", [-2, -2]]),
+    "a length below nothing": lambda data: data["manifest"]["tensors"][0].__setitem__(3, [-2, -2]),
+    "a length that is no whole number": lambda data: data["manifest"]["tensors"][0].__setitem__(3, [4.0]),
 }
 
 
