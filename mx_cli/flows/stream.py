@@ -202,6 +202,11 @@ class _HandOut:
         piece = self._bytes[at : at + tensor.size]
         if self._device != HOST:
             piece = piece.to(device)
-        elif piece.data_ptr() % alignment(tensor.dtype) or (self._owned and tensor.size < SHARE < self._group.size):
+        elif not _suits(piece, alignment(tensor.dtype)) or (self._owned and tensor.size < SHARE < self._group.size):
             piece = piece.clone()
         return tensor_of(piece, 0, tensor.dtype, tensor.shape)
+
+
+def _suits(piece: Any, step: int) -> bool:
+    """Whether these bytes can be seen as elements of `step` bytes where they are."""
+    return piece.data_ptr() % step == 0 and piece.storage_offset() % step == 0

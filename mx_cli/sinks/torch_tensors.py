@@ -170,14 +170,14 @@ def _torch_dtypes() -> dict[str, Any]:
 def tensor_of(block: Any, offset: int, dtype: str, shape: tuple[int, ...]) -> Any:
     """A tensor over bytes of `block` (a tensor of bytes) from `offset`. It keeps the block alive.
 
-    What torch has no dtype for (F6) is a tensor of bytes.
+    What torch has no dtype for (F6, rows of an odd number of F4) is a tensor of bytes.
     """
     import torch
 
     size = size_of(dtype, shape)
     piece = block[offset : offset + size]
     known = _torch_dtypes().get(dtype)
-    if known is None:
+    if known is None or (dtype == "F4" and (not shape or shape[-1] % 2)):
         return piece
     if dtype == "F4":
         shape = (*shape[:-1], shape[-1] // 2)

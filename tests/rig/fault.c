@@ -9,6 +9,7 @@
  *   MXF_FALLOC        fallocate, posix_fallocate   MXF_TRUNCATE  ftruncate
  *   MXF_COPY          copy_file_range           MXF_REFLINK ioctl FICLONE, FICLONERANGE
  *   MXF_SPLICE        splice, sendfile into a file
+ *   MXF_DIRECT        preadv from a descriptor with O_DIRECT, once MXF_DIRECT_AFTER such reads went well
  *   MXF_WRITE         write, pwrite, splice, sendfile, copy_file_range, once MXF_WRITE_AFTER bytes were written
  *
  * Points: the calls counted are open for writing or with O_CREAT, write, pwrite, splice, sendfile, copy_file_range,
@@ -37,6 +38,7 @@
 #include <sys/sendfile.h>
 #include <sys/stat.h>
 #include <sys/time.h>
+#include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -291,4 +293,25 @@ int gettimeofday(struct timeval *tv, void *zone) {
     tv->tv_sec = t.tv_sec;
     tv->tv_usec = t.tv_nsec / 1000;
     return 0;
+}
+
+/* --- direct reads --- */
+
+static int refuses_direct(int fd) {
+    static int seen;
+    char buffer[PATH_MAX];
+    int code = fault("MXF_DIRECT");
+    if (!code || !(REAL(fcntl)(fd, F_GETFL) & O_DIRECT) || !begins(path_of_fd(fd, buffer))) return 0;
+    const char *after = getenv("MXF_DIRECT_AFTER");
+    if (__sync_fetch_and_add(&seen, 1) < (after ? atoi(after) : 0)) return 0;
+    errno = code;
+    return 1;
+}
+
+ssize_t preadv64(int fd, const struct iovec *parts, int count, off64_t offset) {
+    return refuses_direct(fd) ? -1 : REAL(preadv64)(fd, parts, count, offset);
+}
+
+ssize_t preadv64v2(int fd, const struct iovec *parts, int count, off64_t offset, int flags) {
+    return refuses_direct(fd) ? -1 : REAL(preadv64v2)(fd, parts, count, offset, flags);
 }

@@ -1,0 +1,488 @@
+"""`mx_cli.load` and `mx_cli.stream`: real files, real servers, their faults, and what it costs."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import mmap
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mx_cli
+from mx_cli.base import filesystem
+from mx_cli.base.errors import IntegrityError, MxError, NoSpace, NotFound, OriginChanged, Unreachable, UsageError
+from tests.rig import capabilities, limits, torture
+from tests.rig.big_file import big_file, name_of
+from tests.rig.servers import S3, Hub, Nginx, S3Stub
+from tests.rig.serving import eventually
+from tests.support import Mx, capability, make_checkpoint, make_safetensors, noise
+
+if not capabilities.have("torch"):
+    pytest.skip("missing: torch", allow_module_level=True)
+
+import torch
+
+MIB = 1 << 20
+MEMORY = 64 * MIB
+
+
+@pytest.fixture(autouse=True)
+def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No settings of the caller's, and a home of the test's own."""
+    for name in [name for name in os.environ if name.startswith(("MX_", "AWS_", "HF_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("MX_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("MX_STALL_TIMEOUT", "3s")
+
+
+def load(model: str | Path, **options: Any) -> dict[str, Any]:
+    return mx_cli.load(str(model), **options)
+
+
+def stream(model: str | Path, **options: Any) -> dict[str, Any]:
+    return dict(mx_cli.stream(str(model), memory=MEMORY, **options))
+
+
+def streamed_once(model: str | Path, **options: Any) -> dict[str, Any]:
+    """What is good only until the next one is asked for, as a copy."""
+    return {name: copy_of(tensor) for name, tensor in mx_cli.stream(str(model), memory=MEMORY, owned=False, **options)}
+
+
+def copy_of(tensor: Any) -> Any:
+    """Bit by bit: a clone of bools makes every byte 0 or 1."""
+    return (
+        tensor.reshape(-1).view(torch.uint8).clone().view(tensor.dtype).view(tensor.shape) if tensor.numel() else tensor
+    )
+
+
+WAYS: tuple[Callable[..., dict[str, Any]], ...] = (load, stream, streamed_once)
+
+
+@pytest.fixture(params=WAYS, ids=lambda way: way.__name__)
+def way(request: pytest.FixtureRequest) -> Callable[..., dict[str, Any]]:
+    return request.param  # type: ignore[no-any-return]
+
+
+def raw(tensor: Any) -> bytes:
+    return bytes(tensor.detach().reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
+
+
+def bytes_of(directory: Path) -> dict[str, bytes]:
+    """Every tensor's bytes, as the headers of the files place them."""
+    found = {}
+    for path in sorted(directory.rglob("*.safetensors")):
+        data = path.read_bytes()
+        end = 8 + int.from_bytes(data[:8], "little")
+        for name, entry in json.loads(data[8:end]).items():
+            if name != "__metadata__":
+                first, last = entry["data_offsets"]
+                found[name] = data[end + first : end + last]
+    return found
+
+
+def assert_same(tensors: dict[str, Any], directory: Path) -> None:
+    expected = bytes_of(directory)
+    assert tensors.keys() == expected.keys()
+    for name, tensor in tensors.items():
+        assert raw(tensor) == expected[name], name
+        assert tensor.data_ptr() % max(1, tensor.element_size()) == 0
+
+
+def evict(directory: Path) -> None:
+    """Out of the page cache, so that it is read from the disk."""
+    for path in directory.rglob("*.safetensors"):
+        fd = os.open(path, os.O_RDONLY)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+# -- where from ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", ["cached", "cold"])
+def test_directory(way: Callable[..., dict[str, Any]], state: str, tmp_path: Path) -> None:
+    directory = tmp_path / "plain"
+    make_safetensors(directory / "model.safetensors", {f"t{i}": ("F32", [3, 100_003], None) for i in range(20)})
+    if state == "cold":
+        evict(directory)
+    assert_same(way(directory), directory)
+    assert_same(way(directory / "model.safetensors"), directory)
+
+
+def test_index_and_shards(way: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m", shards=3, size=3 * MIB)
+    assert_same(way(tmp_path / "m"), tmp_path / "m")
+
+
+def test_some_names_only(way: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    make_safetensors(tmp_path / "model.safetensors", {f"t{i}": ("U8", [70_001], None) for i in range(9)})
+    expected = bytes_of(tmp_path)
+    found = way(tmp_path, names=["t7", "t2"])
+    assert {name: raw(tensor) for name, tensor in found.items()} == {name: expected[name] for name in ("t2", "t7")}
+    with pytest.raises(UsageError, match="t9"):
+        way(tmp_path, names=["t1", "t9"])
+
+
+def test_snapshot_is_verified(way: Callable[..., dict[str, Any]], mx: Mx, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m", shards=2, size=9 * MIB)
+    where = Path(mx("prefetch", f"file://{tmp_path}/m", "--json").ok().json()["dir"])
+    assert_same(way(where, cache_dir=mx.cache), tmp_path / "m")
+    shard = min(where.glob("*.safetensors")).resolve()
+    os.chmod(shard, 0o644)
+    with open(shard, "r+b") as file:
+        file.seek(-10, os.SEEK_END)
+        file.write(b"\xff\xfe\xff")
+    with pytest.raises(IntegrityError, match="block"):
+        way(where, cache_dir=mx.cache)
+
+
+def test_mapped_tensors_are_private(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    make_safetensors(path, {"a": ("F32", [100], None), "odd": ("U8", [3], None), "b": ("F32", [100], None)})
+    before = path.read_bytes()
+    found = load(tmp_path, mapped=True)
+    assert_same(found, tmp_path)
+    found["a"].zero_()
+    assert not found["a"].any()
+    assert path.read_bytes() == before
+    own = load(tmp_path)
+    path.write_bytes(noise("other", len(before)))
+    assert raw(own["a"]) in before
+
+
+@pytest.mark.parametrize("misaligned", [1, 3])
+def test_tensors_of_files_with_odd_headers_are_aligned(
+    way: Callable[..., dict[str, Any]], tmp_path: Path, misaligned: int
+) -> None:
+    entries = {"u": torture.entry("U8", [misaligned], 0, misaligned)}
+    entries["f"] = torture.entry("F32", [300_000], misaligned, misaligned + 1_200_000)
+    data = torture.st(entries, noise("odd", misaligned + 1_200_000))
+    (tmp_path / "model.safetensors").write_bytes(data)
+    evict(tmp_path)
+    assert_same(way(tmp_path), tmp_path)
+
+
+def test_s3(way: Callable[..., dict[str, Any]], s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path / "m", shards=2, size=9 * MIB)
+    s3.put_tree("org/model", tmp_path / "m")
+    set_all(monkeypatch, s3.env)
+    assert_same(way(s3.uri("org/model/")), tmp_path / "m")
+
+
+def test_hub_redirects(
+    way: Callable[..., dict[str, Any]], hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path / "m", shards=2, size=9 * MIB)
+    hub.commit(tmp_path / "m")
+    hub.flags("links=60")
+    set_all(monkeypatch, hub.env)
+    assert_same(way(hub.uri), tmp_path / "m")
+
+
+def test_only_wanted_bytes_travel(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_safetensors(tmp_path / "m" / "model.safetensors", {f"t{i}": ("U8", [4 * MIB], None) for i in range(6)})
+    hub.commit(tmp_path / "m")
+    set_all(monkeypatch, hub.env)
+    assert load(hub.uri, names=["t3"])["t3"].numel() == 4 * MIB
+    assert hub.bytes_served("model.safetensors") <= 4 * MIB + MIB
+
+
+def set_all(patch: pytest.MonkeyPatch, values: dict[str, str]) -> None:
+    for name, value in values.items():
+        patch.setenv(name, value)
+
+
+# -- faults of origins -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags", ["cutonce=3000000", "cutat=9000000", "fail=503:3"])
+def test_faults_that_pass(
+    way: Callable[..., dict[str, Any]], flags: str, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_safetensors(tmp_path / "m" / "model.safetensors", {f"t{i}": ("F32", [1_500_001], None) for i in range(3)})
+    hub.commit(tmp_path / "m")
+    set_all(monkeypatch, hub.env)
+    hub.flags(flags)
+    assert_same(way(hub.uri, retry_for=30.0), tmp_path / "m")
+
+
+def test_an_origin_that_stays_away(
+    way: Callable[..., dict[str, Any]], hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_safetensors(tmp_path / "m" / "model.safetensors", {"t": ("F32", [3_000_000], None)})
+    hub.commit(tmp_path / "m")
+    hub.flags("failget=503:1000000")
+    set_all(monkeypatch, hub.env)
+    with pytest.raises(Unreachable, match=r"model\.safetensors"):
+        way(hub.uri, retry_for=0.5)
+
+
+def test_a_file_that_changes_under_way(tmp_path: Path) -> None:
+    make_safetensors(tmp_path / "model.safetensors", {f"t{i:02}": ("U8", [5 * MIB], None) for i in range(12)})
+    found = mx_cli.stream(str(tmp_path), memory=MEMORY)
+    next(found)
+    with open(tmp_path / "model.safetensors", "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"x")
+    with pytest.raises(OriginChanged, match=r"model\.safetensors"):
+        list(found)
+
+
+def test_an_object_that_changes_under_way(
+    s3stub: Callable[..., S3Stub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_safetensors(tmp_path / "model.safetensors", {f"t{i:02}": ("U8", [5 * MIB], None) for i in range(12)})
+    store = s3stub()
+    data = (tmp_path / "model.safetensors").read_bytes()
+    store.put("m/model.safetensors", data)
+    set_all(monkeypatch, store.env)
+    found = mx_cli.stream(store.uri("m/"), memory=MEMORY)
+    next(found)
+    store.put("m/model.safetensors", data[:-1] + b"x")
+    with pytest.raises(OriginChanged):
+        list(found)
+
+
+# -- memory and order ------------------------------------------------------------------------------------------------
+
+
+CONSUMER = """
+import sys, mx_cli
+for at, (name, tensor) in enumerate(mx_cli.stream(sys.argv[1], memory=int(sys.argv[2]))):
+    assert bool((tensor == at % 256).all()), name
+    print(name, flush=True)
+    sys.stdin.readline()
+"""
+
+
+@capability("memory-cgroup")
+def test_T01_a_slow_consumer_holds_up_the_server(tmp_path: Path) -> None:
+    size, count = 8 * MIB, 128
+    with big_file(count, size) as server, limits.memory(256 * MIB) as prefix:
+        command = [*prefix, sys.executable, "-c", CONSUMER, server.url, str(MEMORY)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+            assert child.stdin is not None
+            assert child.stdout is not None
+            for at in range(count):
+                assert child.stdout.readline().strip() == name_of(at)
+                server.consumed = at * size
+                if at in (0, 40):
+                    # It goes on to read ahead, until its memory is full: `ahead` remembers the most there ever was.
+                    eventually(lambda: server.sent >= server.consumed + 2 * size)
+                child.stdin.write("\n")
+                child.stdin.flush()
+            assert child.wait(60) == 0
+        assert server.ahead <= MEMORY + MIB
+        assert server.sent <= server.length + MIB
+
+
+def test_an_abandoned_stream_ends_its_thread_and_connections() -> None:
+    before = set(threading.enumerate())
+    with big_file(64, 4 * MIB) as server:
+        found = mx_cli.stream(server.url, memory=MEMORY)
+        next(found)
+        assert [thread.name for thread in threading.enumerate() if thread.name == "stream"]
+        found.close()  # type: ignore[attr-defined]
+        eventually(lambda: not [t for t in threading.enumerate() if t.name == "stream" and t not in before])
+        eventually(lambda: server.open == 0)
+        assert server.sent < server.length
+
+
+def test_too_little_memory_is_said(tmp_path: Path) -> None:
+    make_safetensors(tmp_path / "model.safetensors", {"large": ("U8", [40 * MIB], None)})
+    with pytest.raises(NoSpace, match="needs"):
+        next(mx_cli.stream(str(tmp_path), memory="50MiB"))
+
+
+def test_owned_tensors_outlive_the_stream(tmp_path: Path) -> None:
+    make_safetensors(tmp_path / "model.safetensors", {f"t{i:02}": ("U8", [5 * MIB + i], None) for i in range(8)})
+    kept = dict(itertools.islice(mx_cli.stream(str(tmp_path), memory=MEMORY), 5))
+    expected = bytes_of(tmp_path)
+    for name, tensor in kept.items():
+        assert raw(tensor) == expected[name]
+        tensor.zero_()
+    assert_same(stream(tmp_path), tmp_path)
+
+
+# -- the disk --------------------------------------------------------------------------------------------------------
+
+
+READER = """
+import hashlib, json, logging, sys, mx_cli, torch
+said = []
+class Keep(logging.Handler):
+    def emit(self, record): said.append(record.getMessage())
+log = logging.getLogger("mx"); log.setLevel(logging.INFO); log.addHandler(Keep())
+def sums(found): return {n: hashlib.sha256(t.numpy().tobytes()).hexdigest() for n, t in found}
+loaded = sums(mx_cli.load(sys.argv[1]).items())
+first, said[:] = [text for text in said if "O_DIRECT" in text], []
+print(json.dumps({"said": first, "loaded": loaded, "streamed": sums(mx_cli.stream(sys.argv[1], memory=64 << 20))}))
+"""
+
+
+@pytest.mark.parametrize(("after", "error"), [(0, "EINVAL"), (3, "EOPNOTSUPP")])
+def test_T02_direct_reads_that_are_refused_late(
+    after: int, error: str, fault_env: Callable[..., dict[str, str]], tmp_path: Path
+) -> None:
+    directory = tmp_path / "model"
+    for shard in range(2):
+        make_safetensors(directory / f"model-{shard}.safetensors", {f"s{shard}": ("U8", [17 * MIB + 1], None)})
+    evict(directory)
+    need_disk(directory / "model-0.safetensors")
+    env = {**os.environ, **fault_env(directory, DIRECT=error, DIRECT_AFTER=after)}
+    done = subprocess.run(
+        [sys.executable, "-c", READER, directory], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found["said"]) == 1
+    assert "through the page cache" in found["said"][0]
+    expected = {name: hashlib.sha256(data).hexdigest() for name, data in bytes_of(directory).items()}
+    assert found["loaded"] == found["streamed"] == expected
+
+
+def need_disk(path: Path) -> None:
+    with open(path, "rb") as file:
+        if filesystem.kind(file.fileno()) in filesystem.IN_MEMORY:
+            pytest.skip("missing: disk")
+
+
+def test_T02_tmpfs(way: Callable[..., dict[str, Any]], tmpfs: Callable[..., Path]) -> None:
+    place = tmpfs("64m")
+    make_safetensors(place / "model.safetensors", {f"t{i}": ("U8", [3 * MIB + 1], None) for i in range(4)})
+    assert_same(way(place), place)
+
+
+def test_residency_is_what_the_kernel_says(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(noise("resident", 4 * MIB))
+    need_disk(path)
+    with open(path, "rb") as file:
+        fd = file.fileno()
+        os.fsync(fd)
+        assert filesystem.cached(fd, 0, 4 * MIB) == 4 * MIB
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        assert filesystem.cached(fd, 0, 4 * MIB) == 0
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+        os.pread(fd, mmap.PAGESIZE, MIB)
+        for ask in (filesystem.cached, filesystem._mincore):
+            assert ask(fd, MIB, MIB) >= mmap.PAGESIZE
+            assert ask(fd, 2 * MIB, MIB) == 0
+
+
+# -- odd and broken files --------------------------------------------------------------------------------------------
+
+
+def verdict(way: Callable[..., dict[str, Any]], model: str | Path, **options: Any) -> str:
+    """`loads`, or how it was refused. Anything that is no refusal is a bug, and ends the test."""
+    try:
+        found = way(model, **options)
+    except MxError as error:
+        return f"{type(error).__name__}: {error.what}"
+    for tensor in found.values():
+        raw(tensor)
+    return "loads"
+
+
+def check_verdict(name: str, expected: str, observed: str) -> None:
+    if expected != "reject":
+        assert observed == "loads", name
+        return
+    assert observed.startswith(("IntegrityError", "NotFound")), (name, observed)
+    assert name[:3] in observed
+    if name.startswith("m06"):
+        assert "git-lfs pointer, not weights (real size 4.7 GiB)" in observed
+
+
+def test_T03_the_76_files_from_disk(tmp_path: Path) -> None:
+    written = torture.write(tmp_path)
+    assert len(written) == 76
+    for name, (path, expected) in written.items():
+        observed = {one.__name__: verdict(one, path) for one in (load, stream)}
+        for said in observed.values():
+            check_verdict(name, expected, said)
+        assert len(set(observed.values())) == 1
+        if expected != "reject":
+            check_bytes(load(path), path)
+            check_bytes(load(path, mapped=True), path)
+            check_bytes(stream(path), path)
+            check_bytes(streamed_once(path), path)
+
+
+def check_bytes(found: dict[str, Any], path: Path) -> None:
+    data = path.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    table = json.loads(data[8:end])
+    table.pop("__metadata__", None)
+    assert found.keys() == table.keys()
+    for name in table if len(table) < 1000 else ("l.0", "l.99999"):
+        first, last = table[name]["data_offsets"]
+        assert raw(found[name]) == data[end + first : end + last]
+
+
+def test_T03_the_76_files_over_http(nginx: Nginx, tmp_path: Path) -> None:
+    written = torture.write(nginx.root)
+    try:
+        for name, (path, expected) in written.items():
+            url = f"{nginx.url}/{path.name}"
+            check_verdict(name, expected, verdict(stream, url, retry_for=0.2))
+            if expected != "reject":
+                check_bytes(load(url), path)
+    finally:
+        for path, _ in written.values():
+            if path.is_file() or path.is_symlink():
+                path.unlink()
+            else:
+                path.rmdir()
+
+
+def test_T03_the_files_that_load_pass_through_a_peer(mx: Mx, tmp_path: Path) -> None:
+    for name, (data, expected) in torture.CASES.items():
+        if expected != "reject" and not name.startswith(("v01", "v02", "v18", "v19", "m35")):
+            (tmp_path / "m").mkdir(exist_ok=True)
+            prefixed = rename_tensors(data, f"{name}.")
+            (tmp_path / "m" / f"{name}.safetensors").write_bytes(prefixed)
+    options = ("--discovery", f"dir:{tmp_path}/peers", "--device", "cpu", "--ready-file", str(tmp_path / "ready"))
+    source = mx.start("serve", str(tmp_path / "m"), *options)
+    eventually((tmp_path / "ready").exists, 60)
+    said = json.loads((tmp_path / "ready").read_text())
+    found = mx_cli.pull(
+        said["identity"]["content"],
+        peers=[said["address"]],
+        path="socket",
+        routes=["peer"],
+        discovery=f"dir:{tmp_path}/peers",
+    )
+    assert_same(found, tmp_path / "m")
+    source.kill()
+
+
+def rename_tensors(data: bytes, prefix: str) -> bytes:
+    end = 8 + int.from_bytes(data[:8], "little")
+    table = json.loads(data[8:end])
+    renamed = {name if name == "__metadata__" else prefix + name: entry for name, entry in table.items()}
+    return torture.st(renamed, data[end:])
+
+
+def test_T03_no_giant_allocation(tmp_path: Path) -> None:
+    for number, data in enumerate(
+        (torture.st({}, length=1 << 40), torture.st({"a": torture.entry("F32", [2**40], 0, 2**42)}, b"x"))
+    ):
+        (tmp_path / f"{number}.safetensors").write_bytes(data)
+        with pytest.raises(IntegrityError, match=rf"{number}\.safetensors"):
+            load(tmp_path / f"{number}.safetensors")
+
+
+def test_not_there(way: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match="nowhere"):
+        way(tmp_path / "nowhere")
