@@ -195,6 +195,12 @@ class Peering:
                     holding = peer.session.holding()
                     if holding.digest != digest:
                         raise IntegrityError(f"{peer.address}: its manifest is not the one that it announced")
+                    if holding.rank and kind_of(peer.matched) != "content":
+                        # The identity is that of the set of all ranks, of which this one has a part.
+                        raise Incompatible(
+                            f"{peer.address} has only the part of rank {holding.rank}",
+                            hint='mx_cli.pull(…, rank="0/1") reads a set of ranks',
+                        )
                     return Group(holding, members)
                 except MxError as error:
                     errors.append(error)

@@ -126,9 +126,20 @@ def test_rows_that_nobody_has_are_named(sources: dict[int, list[TensorSource]], 
         assert all(bool((tensor == 7).all()) for tensor in target.values())
 
 
-def test_who_wants_whole_weights_does_not_take_a_part(sources: dict[int, list[TensorSource]], place: Path) -> None:
+def test_who_wants_whole_weights_does_not_take_a_part(
+    sources: dict[int, list[TensorSource]], place: Path, whole: dict[str, Any]
+) -> None:
     with pytest.raises((NoPeer, Incompatible), match="no peer holds"):
         mx_cli.pull(tp.URI, **settings(place))
+    peer = sources[2][0].peers["rank:0/2"]
+    by_identity = {name: value for name, value in settings(place).items() if name != "revision"}
+    with pytest.raises(Incompatible, match="has only the part of rank 0/2"):
+        mx_cli.pull(peer["identities"]["origin"], peers=[peer["address"]], **by_identity)
+    # Its own content is another matter: a replica of the rank asks for exactly that.
+    found = mx_cli.pull(peer["identities"]["content"], peers=[peer["address"]], **by_identity)
+    assert not tp.differing(found, tp.shares(whole, 0, 2))
+    found = mx_cli.pull(peer["identities"]["origin"], rank="0/1", peers=addresses(sources, 2), **by_identity)
+    assert not tp.differing(found, whole)
 
 
 def test_a_target_of_another_shape_is_not_touched(sources: dict[int, list[TensorSource]], place: Path) -> None:
