@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -46,10 +47,18 @@ class Group:
     peers: list[Peer]
 
     def leave(self, serving: str = "", verified: int = 0) -> None:
-        """Give all grants back, at once, since each peer may be silent for seconds. Idempotent.
+        """Close what reads the peers, then give all grants back, at once, since each may be silent for seconds. Idempotent.
 
-        `serving`: where this process offers the `verified` bytes itself now.
+        `serving`: where this process offers the `verified` bytes itself now. Raises TransportFailed when a read does not
+        end: see `PeerSource.close`.
         """
+        with contextlib.ExitStack() as each:
+            each.callback(self._say_goodbye, serving, verified)
+            for peer in self.peers:
+                if peer.member:
+                    each.callback(peer.member.source.close)
+
+    def _say_goodbye(self, serving: str, verified: int) -> None:
         leaving = []
         for peer in self.peers:
             if peer.grant:

@@ -28,7 +28,7 @@ from mx_cli.model.selection import RULES_VERSION
 from mx_cli.model.share import Share
 from mx_cli.model.synthetic import FILE, Run, Synthetic, synthesize
 from mx_cli.sinks.torch_tensors import Described as TorchTensor
-from mx_cli.transport.held import InMemory
+from mx_cli.transport.held import CopyOut, InMemory
 from mx_cli.transport.nixl_env import RDMA_DEVICES
 
 UPDATE_WAIT = 30.0
@@ -162,11 +162,15 @@ class Handle:
     def _held(self, described: Described) -> InMemory:
         devices = sorted({extent.device for extent in described.extents})
         gpu = [device for device in devices if device != HOST]
-        copy = None
+        copies: dict[int, CopyOut] = {}
         if gpu:
             from mx_cli.transport.on_gpu import copy_out
 
-            copy = copy_out(gpu[0])
+            copies = {device: copy_out(device) for device in gpu}
+
+        def copy(extent: Extent, view: memoryview) -> None:
+            copies[extent.device](extent, view)
+
         name = f"cuda:{gpu[0]}" if gpu else "cpu"
         return InMemory(name, described.extents, described.keep, self._registered(described, gpu), copy)
 
@@ -187,8 +191,10 @@ class Handle:
         if self._agent is None or regions != self._regions:
             if self._agent is not None:
                 self._agent.destroy()
-            self._agent, self._regions = self._new_agent(described.holding.version, bool(gpu)), regions
+            self._regions = []
+            self._agent = self._new_agent(described.holding.version, bool(gpu))
             self._agent.register(regions)
+            self._regions = regions
         return self._agent
 
     def _new_agent(self, version: int, gpu: bool) -> Any:

@@ -93,11 +93,13 @@ class Peering:
     def close(self, serving: str = "", verified: int = 0) -> None:
         """Give grants back and hang up. `serving`: where this process offers the `verified` bytes itself now. Idempotent."""
         self._hooks.close()
-        if self.group:
-            self.group.leave(serving, verified)
-        for session in self._sessions.values():
-            session.close()
-        self._sessions.clear()
+        try:
+            if self.group:
+                self.group.leave(serving, verified)
+        finally:
+            for session in self._sessions.values():
+                session.close()
+            self._sessions.clear()
 
     # -- looking -------------------------------------------------------------------------------------------------
 
@@ -148,7 +150,8 @@ class Peering:
                 raise
             self.refusals.reasons[record.address] = "no secret to offer (--peer-token-file)"
         except MxError as error:
-            self._sessions.pop(record.address, None)
+            if broken := self._sessions.pop(record.address, None):
+                broken.close()
             self.refusals.reasons[record.address] = error.what
             if isinstance(error, AccessDenied):
                 self.refusals.denied = error
@@ -328,6 +331,8 @@ class Peering:
             # The reader's own options are wrong, whoever the peer is.
             raise
         except MxError as error:
+            # A probe that is told to stop is no failure of the peer.
+            self._context.stop.check()
             peer.grant, peer.reason = None, error.what
             if isinstance(error, MissingCapability):
                 self._lacking = error

@@ -188,7 +188,7 @@ class Serving:
         if self._beating:
             self._beating.close()
             self._beating = None
-        self.control.revoke()
+        self.control.drain(0.0)
         self._door.close()
         if self._held:
             self._held.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -32,7 +33,10 @@ class Held(Protocol):
         """What a grant tells its reader: the paths and, for `nixl-read`, the capability. To be kept secret."""
 
     def read(self, file: str, offset: int, length: int) -> Iterator[memoryview]:
-        """The bytes of a piece of a file; each view is good until the next is asked for. Raises NotFound."""
+        """The bytes of a piece of a file; each view is good until the next is asked for. Raises NotFound.
+
+        Who has begun to read keeps what it reads, also past `close`.
+        """
 
     def close(self) -> None:
         """Give the memory back: no grant is open any more. Idempotent."""
@@ -45,6 +49,7 @@ class OnDisk:
 
     def __init__(self, directory: Path, holding: Holding) -> None:
         """Raises NotFound and FilesystemRefused when a file cannot be opened."""
+        self._lock = threading.Lock()
         self._fds: dict[str, int] = {}
         self._sizes = {record.path: record.size for record in holding.manifest.files}
         for path in self._sizes:
@@ -58,19 +63,31 @@ class OnDisk:
         return {"paths": ["socket"], "nixl": None}
 
     def read(self, file: str, offset: int, length: int) -> Iterator[memoryview]:
-        if file not in self._fds or offset < 0 or offset + length > self._sizes[file]:
+        if not 0 <= offset <= offset + length <= self._sizes.get(file, -1):
             raise NotFound(f"no such bytes: {file}, {length} from {offset}")
-        buffer = memoryview(bytearray(min(STEP, length)))
-        while length > 0:
-            count = os.preadv(self._fds[file], [buffer[:length]], offset)
-            if count == 0:
-                raise NotFound(f"{file}: shorter than it was ({offset} bytes)")
-            yield buffer[:count]
-            offset, length = offset + count, length - count
+        fd = self._own(file)
+        try:
+            buffer = memoryview(bytearray(min(STEP, length)))
+            while length > 0:
+                count = os.preadv(fd, [buffer[:length]], offset)
+                if count == 0:
+                    raise NotFound(f"{file}: shorter than it was ({offset} bytes)")
+                yield buffer[:count]
+                offset, length = offset + count, length - count
+        finally:
+            os.close(fd)
+
+    def _own(self, file: str) -> int:
+        """A descriptor of the reader's own: the number of one that is closed may be another file's."""
+        with self._lock:
+            if file not in self._fds:
+                raise NotFound(f"{file} is not offered any more")
+            return os.dup(self._fds[file])
 
     def close(self) -> None:
-        while self._fds:
-            os.close(self._fds.popitem()[1])
+        with self._lock:
+            while self._fds:
+                os.close(self._fds.popitem()[1])
 
 
 class InMemory:
@@ -110,6 +127,12 @@ class InMemory:
         return {"paths": ["nixl-read", "socket"], "nixl": capability}
 
     def read(self, file: str, offset: int, length: int) -> Iterator[memoryview]:
+        return self._pieces(self._keep, file, offset, length)
+
+    def _pieces(self, keep: object, file: str, offset: int, length: int) -> Iterator[memoryview]:
+        """`keep` is held until the last piece has gone: addresses alone keep nothing."""
+        if keep is None:
+            raise NotFound(f"{file} is not offered any more")
         for extent in self._extents.cut(file, offset, offset + length):
             if extent.device == HOST:
                 view = at_address(extent.address, extent.length)

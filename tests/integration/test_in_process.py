@@ -18,6 +18,7 @@ import pytest
 
 import mx_cli
 from mx_cli.base.errors import Incompatible, IntegrityError, MxError, NoPeer, TransportFailed, UsageError
+from mx_cli.transport.nixl import Agent
 from tests.rig import cachecheck, capabilities, limits, servers
 from tests.rig.serving import eventually, slow
 from tests.rig.tensor_source import MIB, TensorSource, module, recipe, tensor_source, torture
@@ -529,6 +530,25 @@ def test_an_update_that_fails_leaves_nobody_with_wrong_weights(place: Path) -> N
         tensors["w"] = torch.zeros(10)
         assert not block.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
         assert handle.version == 1
+        assert_same(mx_cli.pull(handle.identities["content"], **options), tensors)
+
+
+@capability("nixl")
+def test_memory_that_could_not_be_registered_is_not_taken_for_registered(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(agent: Agent, regions: object) -> None:
+        raise TransportFailed("no more memory can be locked")
+
+    tensors = {"w": torch.ones(10)}
+    with mx_cli.serve(tensors, **settings(place)) as handle:
+        options = {"peers": [handle.address], "path": "nixl-read", "routes": ["peer"], **settings(place)}
+        with monkeypatch.context() as patch:
+            patch.setattr(Agent, "register", refuse)
+            with pytest.raises(TransportFailed, match="locked"), handle.update():
+                tensors["w"] = torch.randn(20)
+        with handle.update():
+            pass
         assert_same(mx_cli.pull(handle.identities["content"], **options), tensors)
 
 
