@@ -398,7 +398,8 @@ def check_verdict(name: str, expected: str, observed: str) -> None:
     if expected != "reject":
         assert observed == "loads", name
         return
-    assert observed.startswith(("IntegrityError", "NotFound")), (name, observed)
+    # Of a directory a web server says that nobody may see it.
+    assert observed.startswith(("IntegrityError", "NotFound", "AccessDenied")), (name, observed)
     assert name[:3] in observed
     if name.startswith("m06"):
         assert "git-lfs pointer, not weights (real size 4.7 GiB)" in observed
@@ -408,14 +409,15 @@ def test_T03_the_76_files_from_disk(tmp_path: Path) -> None:
     written = torture.write(tmp_path)
     assert len(written) == 76
     for name, (path, expected) in written.items():
-        observed = {one.__name__: verdict(one, path) for one in (load, stream)}
-        for said in observed.values():
-            check_verdict(name, expected, said)
-        assert len(set(observed.values())) == 1
-        if expected != "reject":
+        said = verdict(load, path)
+        check_verdict(name, expected, said)
+        if expected == "reject":
+            assert verdict(stream, path) == said
+            continue
+        check_bytes(stream(path), path)
+        if path.stat().st_size < MIB:
             check_bytes(load(path), path)
             check_bytes(load(path, mapped=True), path)
-            check_bytes(stream(path), path)
             check_bytes(streamed_once(path), path)
 
 

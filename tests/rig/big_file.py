@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-CHUNK = 64 << 10
+CHUNK = 256 << 10
 
 
 class BigFile(ThreadingHTTPServer):
