@@ -209,4 +209,4 @@ class _HandOut:
 
 def _suits(piece: Any, step: int) -> bool:
     """Whether these bytes can be seen as elements of `step` bytes where they are."""
-    return piece.data_ptr() % step == 0 and piece.storage_offset() % step == 0
+    return bool(piece.data_ptr() % step == 0 and piece.storage_offset() % step == 0)
