@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import TYPE_CHECKING, Annotated, Optional
 
@@ -58,7 +59,9 @@ def serve(
     tls_key: Annotated[TEXT, typer.Option("--tls-key", metavar="FILE", help="its key (PEM)")] = None,
 ) -> None:
     """Offer weights to peers: from disk, host memory or GPU memory. Runs until it is stopped."""
+    from mx_cli.base.errors import FilesystemRefused
     from mx_cli.flows import serve as flow
+    from mx_cli.flows.deliver import withdraw_result, write_result
     from mx_cli.flows.serving import Offer
 
     drain = parse_duration(drain_timeout)
@@ -79,14 +82,16 @@ def serve(
     def on_ready(ready: Ready) -> None:
         document = ready.to_json()
         if file:
-            from mx_cli.flows.deliver import write_result
-
             write_result(file, document)
         # One JSON line, also without --json: scripts read it.
         session.answer(json.dumps(document), document)
 
+    if file:
+        # A life that was killed left it.
+        withdraw_result(file)
     try:
         flow.serve(request, context, on_ready)
     finally:
         if file:
-            flow.remove_quietly(file)
+            with contextlib.suppress(FilesystemRefused):
+                withdraw_result(file)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -247,9 +246,3 @@ def _ready(serving: Serving, holding: Holding, held: Held) -> Ready:
         files=len(holding.manifest.files),
         bytes=sum(record.size for record in holding.manifest.files),
     )
-
-
-def remove_quietly(path: Path) -> None:
-    """The ready file goes when the peer does."""
-    with contextlib.suppress(OSError):
-        path.unlink()

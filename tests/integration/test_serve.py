@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from mx_cli.discovery.directory import FileDirectory
+from mx_cli.model.record import Record
 from tests.rig import netns, servers
 from tests.rig.netns import Namespace
+from tests.rig.scripted import Asked, scripted
 from tests.rig.serving import Hosts, Served, eventually, slow
 from tests.support import MIB, capability, make_checkpoint, tree
 
@@ -183,6 +186,40 @@ def test_v05_files_that_are_removed_are_served_all_the_same(hosts: Hosts, tmp_pa
 
 
 # --- V-08 drain ----------------------------------------------------------------------------------------------------
+
+
+def test_no_ready_file_of_an_earlier_life(hosts: Hosts, tmp_path: Path) -> None:
+    file = tmp_path / "ready.json"
+    file.write_text("{}")
+    seen: list[bool] = []
+
+    def answer(asked: Asked) -> None:
+        seen.append(file.exists())
+        asked.say(404)
+
+    with scripted(answer) as origin:
+        assert hosts("serve", f"{origin.url}/model.safetensors", "--ready-file", file).code == 10
+    assert seen
+    assert not any(seen)
+
+
+def test_a_ready_file_that_is_a_pipe_stays(hosts: Hosts, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert hosts("serve", tmp_path / "absent", "--ready-file", pipe).code == 10
+    assert pipe.is_fifo()
+
+
+def test_what_others_wrote_gives_a_terminal_no_orders(hosts: Hosts, model: Path, tmp_path: Path) -> None:
+    evil = "mx1c-\x1b]0;owned\x07"
+    record = Record("evil", "g", "127.0.0.1:9", identities=(evil,))
+    FileDirectory(tmp_path / "peers", 15.0).publish(record)
+    refused = hosts(
+        "pull", model, "--route", "peer", "--to", tmp_path / "to", "--discovery", f"dir:{tmp_path / 'peers'}"
+    )
+    assert refused.code == 17
+    assert "owned" in refused.err
+    assert "\x1b" not in refused.err
 
 
 def test_v08_stopped_when_idle(hosts: Hosts, model: Path, tmp_path: Path) -> None:

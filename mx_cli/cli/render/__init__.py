@@ -24,16 +24,23 @@ def say_error(error: MxError, log_format: str, run: str) -> None:
     if log_format == "json":
         _write(json.dumps(line("error", "error", what, run, said), ensure_ascii=False))
         return
-    _write(f"mx: error: {what}")
+    _write(f"mx: error: {plain(what)}")
     if error.via:
-        _write(f"via: {error.via}")
+        _write(f"via: {plain(error.via)}")
     if hint:
-        _write(f"hint: {hint}")
+        _write(f"hint: {plain(hint)}")
 
 
 def line(level: str, event: str, message: str, run: str, fields: dict[str, Any]) -> dict[str, Any]:
     """One JSON log line."""
     return {"ts": round(time.time(), 3), "level": level, "event": event, "msg": message, "run": run, "fields": fields}
+
+
+def plain(text: str) -> str:
+    """What others wrote is among it (origins, peers, records), and a terminal takes no orders from them."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in text)
 
 
 def _write(text: str) -> None:
@@ -83,6 +90,7 @@ class Renderer:
         text = redact.text(event.text())
         if self._json:
             text = json.dumps(line(event.level, event.event, text, self.run, event.to_json()), ensure_ascii=False)
+        text = plain(text)
         if self._bar:
             self._bar.line(text)
         else:
