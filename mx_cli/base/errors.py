@@ -13,6 +13,7 @@
     ├── Incompatible          17   incompatible      identities or tensors differ
     ├── NoPeer                18   no-peer           no usable peer in time
     ├── TransportFailed       19   transport         a peer transfer failed
+    │   └── StillLanding      19   transport         and its bytes may still land: the memory is lost
     ├── MissingCapability     20   missing           a package or a device is not there
     ├── FilesystemRefused     21   filesystem        permission, read-only, no rename
     ├── TimedOut             124   timeout           --timeout passed
@@ -123,6 +124,10 @@ class NoPeer(MxError):
 
 class TransportFailed(MxError):
     code, name, meaning, retry = 19, "transport", "transport failed", "yes"
+
+
+class StillLanding(TransportFailed):
+    """A read could not be ended: its bytes may land at any time, so nobody may use or free where they go."""
 
 
 class MissingCapability(MxError):

@@ -15,6 +15,7 @@ from mx_cli.base.errors import (
     MxError,
     NoPeer,
     NotFound,
+    StillLanding,
     TransportFailed,
     Unreachable,
     WaitExpired,
@@ -35,6 +36,8 @@ FALLS_THROUGH = (
 """What ends a route, and not the command: another one may do better."""
 
 T = TypeVar("T")
+
+_KEPT: list[StillLanding] = []
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,10 @@ def first(
     for name, take in routes:
         try:
             taken = take()
+        except StillLanding as error:
+            # With its traceback it refers to the memory in question, which thus is never freed.
+            _KEPT.append(error)
+            raise
         except FALLS_THROUGH as error:
             attempts.append(Attempt(name, False, error.what))
             say(attempts[-1])

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mx_cli.base.errors import MissingCapability, TransportFailed, UsageError
+from mx_cli.base.errors import IntegrityError, MissingCapability, StillLanding, TransportFailed, UsageError
 from mx_cli.flows.context import Context
 from mx_cli.flows.serving import new_generation
 from mx_cli.flows.trust import is_loopback
@@ -60,7 +60,9 @@ def open_path(
     if not why_not:
         try:
             return _nixl(context, session, grant, wish, regions)
-        except (TransportFailed, MissingCapability) as error:
+        except StillLanding:
+            raise
+        except (TransportFailed, MissingCapability, IntegrityError) as error:
             why_not = error.what
     if wish.path == "nixl-read" or "rdma" in wish.require:
         raise MissingCapability(
@@ -90,7 +92,10 @@ def _why_not_nixl(session: Session, grant: Grant, facts: Mapping[str, Any], wish
 
     if reason := missing():
         return reason
-    theirs = str(grant.access["nixl"].get("ucx", ""))
+    capability = grant.access.get("nixl")
+    if not isinstance(capability, dict):
+        return "the peer does not say how its memory is reached"
+    theirs = str(capability.get("ucx", ""))
     if theirs != ucx_version():
         return f"UCX here is {ucx_version()}, there {theirs}"
     near = share_memory(host_facts(), facts)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mx_cli.base.errors import IntegrityError
 from mx_cli.engine.many import Member
 from mx_cli.model.holding import Holding
 from mx_cli.transport.session import Grant, Session
@@ -37,6 +38,16 @@ class Peer:
         return (int(self.facts.get("readers", 0)) + int(self.facts.get("queue", 0))) / max(
             1, int(self.facts.get("slots", 1))
         )
+
+
+def holding_of(peer: Peer) -> Holding:
+    """What a peer holds: as it announced it, and with the identity by which it matched. Blocks; raises IntegrityError."""
+    holding = peer.session.holding()
+    if holding.digest != peer.facts.get("manifest"):
+        raise IntegrityError(f"{peer.address}: its manifest is not the one that it announced")
+    if peer.matched not in [known.id for known in holding.identities]:
+        raise IntegrityError(f"{peer.address}: its manifest has not the identity that it announced")
+    return holding
 
 
 @dataclass

@@ -131,6 +131,10 @@ class FromPeers:
             return None
         try:
             group = self.peering.group or self.peering.find(self._wait, [identity.of_origin(self.uri, revision).id])
+            manifest = group.holding.manifest
+            if (manifest.uri, manifest.revision) != (self.uri, revision):
+                # A process that holds the tensors of a checkpoint has them in files of its own making.
+                raise NoPeer(f"{group.peers[0].address} has these weights, but not in the files of {self.uri}")
             return group.holding
         except NO_USE as error:
             self.reason = error.what

@@ -26,7 +26,7 @@ from mx_cli.engine.many import Bell, Member
 from mx_cli.flows import trust
 from mx_cli.flows.context import Context
 from mx_cli.flows.data_path import Wish, open_path
-from mx_cli.flows.group import Group, Peer
+from mx_cli.flows.group import Group, Peer, holding_of
 from mx_cli.flows.refusals import SHOWN, Refusals, said
 from mx_cli.flows.serving import own_generations
 from mx_cli.model.holding import HOST
@@ -192,12 +192,10 @@ class Peering:
         for peer in peers:
             by_digest.setdefault(str(peer.facts.get("manifest")), []).append(peer)
         errors: list[MxError] = []
-        for digest, members in sorted(by_digest.items(), key=lambda pair: -len(pair[1])):
+        for members in sorted(by_digest.values(), key=lambda members: -len(members)):
             for peer in members:
                 try:
-                    holding = peer.session.holding()
-                    if holding.digest != digest:
-                        raise IntegrityError(f"{peer.address}: its manifest is not the one that it announced")
+                    holding = holding_of(peer)
                     if holding.rank and kind_of(peer.matched) != "content":
                         # The identity is that of the set of all ranks, of which this one has a part.
                         raise Incompatible(

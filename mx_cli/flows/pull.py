@@ -170,7 +170,7 @@ class Pull:
                 return Taken(self._outcome(pulled, matched), reason)
             manifest = group.holding.manifest
             if not manifest.uri or not manifest.revision:
-                raise UsageError(f"{matched} has no origin that the cache could keep it under", hint="--to DIR")
+                raise NoPeer(f"{matched} has no origin that the cache could keep it under", hint="--to DIR")
             return Taken(self._into_cache(peering, manifest, matched), reason)
         except BaseException:
             self.leave()

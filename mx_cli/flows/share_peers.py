@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from mx_cli.base.errors import Incompatible, IntegrityError, MxError
+from mx_cli.base.errors import Incompatible, MxError
 from mx_cli.engine.many import Bell, Member
-from mx_cli.flows.group import Group, Peer
+from mx_cli.flows.group import Group, Peer, holding_of
 from mx_cli.flows.peering import LOOK_EVERY, Peering
 from mx_cli.flows.pull_memory import Shape, place_of, table
 from mx_cli.model.holding import Holding
@@ -49,16 +49,13 @@ class SharePeering(Peering):
         for peer in peers:
             by_digest.setdefault(str(peer.facts.get("manifest")), []).append(peer)
         with ThreadPoolExecutor(max(1, len(by_digest))) as pool:
-            found = pool.map(lambda pair: self._holding_of(*pair), sorted(by_digest.items()))
+            found = pool.map(self._first_that_answers, [peers for _, peers in sorted(by_digest.items())])
         return [group for group in found if group]
 
-    def _holding_of(self, digest: str, peers: list[Peer]) -> Group | None:
+    def _first_that_answers(self, peers: list[Peer]) -> Group | None:
         for peer in peers:
             try:
-                holding = peer.session.holding()
-                if holding.digest != digest:
-                    raise IntegrityError(f"{peer.address}: its manifest is not the one that it announced")
-                return Group(holding, peers)
+                return Group(holding_of(peer), peers)
             except MxError as error:
                 self.refusals.reasons[peer.address] = error.what
         return None

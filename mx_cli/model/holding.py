@@ -7,6 +7,7 @@ on the spot. So every holding is read in the same way: a piece of a file, in one
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
@@ -329,6 +330,9 @@ def _check_places(holding: Holding, where: str) -> None:
             raise IntegrityError(f"{where}: tensor {name!r} has a shape that cannot be ({list(shape)})")
         if start < 0 or size < 0 or start + size > sizes.get(file, -1) or len(blocks) != -(-size // BLOCK):
             raise IntegrityError(f"{where}: tensor {name!r} does not lie in {file}")
+    for one, other in itertools.pairwise(tensor for tensor in holding.tensors if tensor.size):
+        if one.file == other.file and one.start + one.size > other.start:
+            raise IntegrityError(f"{where}: tensors {one.name!r} and {other.name!r} overlap in {one.file}")
     sizes_of = {tensor.name: tensor.size for tensor in holding.tensors}
     for name, alias in holding.aliases.items():
         if (

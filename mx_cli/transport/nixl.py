@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mx_cli.base.errors import TransportFailed
+from mx_cli.base.errors import StillLanding, TransportFailed
 from mx_cli.model.holding import HOST
 from mx_cli.transport import cuda, nixl_env, nixl_log
 from mx_cli.transport.nixl_env import Network, missing, ucx_version, version
@@ -81,6 +81,7 @@ class Agent:
         self._nixl: Any = None
         self._errors: tuple[type[Exception], ...] = ()
         self._destroyed = False
+        self._held: weakref.ref[Any] | None = None
         self._peers: set[str] = set()
         self._reads: set[Read] = set()
         _agents.add(self)
@@ -153,28 +154,32 @@ class Agent:
     def destroy(self, limit: float = LIMIT) -> None:
         """Disconnect from all peers and free everything. Afterwards nothing lands in registered memory any more.
 
-        It is the only way to end a read that is under way (20 ms). Idempotent. Raises TransportFailed when the agent cannot
+        It is the only way to end a read that is under way (20 ms). Idempotent. Raises StillLanding when the agent cannot
         be destroyed, since another thread has been inside NIXL for `limit` s: then the memory must not be used again.
         """
         if not self._lock.acquire(timeout=limit):
-            raise TransportFailed(f"NIXL agent {self.name} does not end (a call has been blocked for {limit:g} s)")
+            raise StillLanding(f"NIXL agent {self.name} does not end (a call has been blocked for {limit:g} s)")
         try:
             self._destroyed = True
             if self._nixl is None:
+                self._check_gone()
                 return
             for read in list(self._reads):
                 read._free(self._errors)
             for name in list(self._peers):
                 self._forget(name)
             # A traceback somewhere may still hold NIXL's wrapper.
-            held = weakref.ref(self._nixl.agent)
+            self._held = weakref.ref(self._nixl.agent)
             self._nixl.agent = self._nixl = None
-            if held() is not None:
-                gc.collect()
-            if held() is not None:
-                raise TransportFailed(f"NIXL agent {self.name} does not end (something still refers to it)")
+            self._check_gone()
         finally:
             self._lock.release()
+
+    def _check_gone(self) -> None:
+        if self._held is not None and self._held() is not None:
+            gc.collect()
+            if self._held() is not None:
+                raise StillLanding(f"NIXL agent {self.name} does not end (something still refers to it)")
 
     def _call(self, what: str, call: Callable[[Any], T]) -> T:
         """The result of a call into NIXL. Its error goes no further, since its traceback would keep the agent alive."""

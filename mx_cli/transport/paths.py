@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mx_cli.base.errors import IntegrityError, TransportFailed
+from mx_cli.base.errors import IntegrityError, StillLanding, TransportFailed
 from mx_cli.engine.buffers import Pool, at_address, scatter
 from mx_cli.engine.ports import Memory, ReadItem, Stream
 from mx_cli.engine.threads import Flight
@@ -116,7 +116,7 @@ class Socket:
     def close(self) -> None:
         """Aborted streams are closed already: a thread that reads one gets no more than what it has received."""
         if not self._inside.close(LEAVE):
-            raise TransportFailed(f"path socket does not end (a read has gone on for {LEAVE:g} s)")
+            raise StillLanding(f"path socket does not end (a read has gone on for {LEAVE:g} s)")
 
 
 class NixlRead:
@@ -134,14 +134,15 @@ class NixlRead:
         """Connects. Blocks for a moment; raises TransportFailed, IntegrityError for extents that make no sense."""
         self.window = window
         self._agent = agent
-        self._peer = str(capability["name"])
+        self._peer, blob, digest = _capability(capability)
         self._extents = Extents(extents_of(capability))
+        self._given_up = False
         self._posting = threading.Lock()
         self._inside = Inside()
         self._buffers = ReadBuffers(window)
         pool = self._buffers.make()
         agent.register([(pool.address, pool.size, HOST), *regions])
-        agent.connect(base64.b64decode(capability["blob"]), self._peer, str(capability["digest"]))
+        agent.connect(blob, self._peer, digest)
 
     def probe(self, deadline: float, pause: Callable[[float], None]) -> Probe:
         """Read a little, to see that it works, and how. Blocks for `deadline` seconds. Raises TransportFailed."""
@@ -202,6 +203,8 @@ class NixlRead:
             pause = 0.0001
             while not read.done():
                 if flight.aborted or self._inside.closed:
+                    # It may land until the agent is gone: no buffer is used again until then.
+                    self._given_up = True
                     raise TransportFailed(f"{item.entry.path}: given up")
                 time.sleep(pause)
                 pause = min(LONGEST_PAUSE, pause * 1.5)
@@ -209,19 +212,31 @@ class NixlRead:
             read.release()
 
     def buffer(self) -> int:
+        if self._given_up:
+            raise TransportFailed("given up")
         return self._buffers.take()
 
     def give_back(self, address: int) -> None:
-        self._buffers.give_back(address)
+        if not self._given_up:
+            self._buffers.give_back(address)
 
     def close(self) -> None:
-        """Raises TransportFailed when the agent cannot be destroyed: what its reads land in must not be used again."""
+        """Raises StillLanding when the agent cannot be destroyed: what its reads land in must not be used again."""
         self._inside.close(LEAVE)
         try:
             self._agent.destroy()
-        except TransportFailed:
+        except StillLanding:
             _GRAVES.append(self._buffers)
             raise
+
+
+def _capability(capability: Mapping[str, Any]) -> tuple[str, bytes, str]:
+    """(agent's name, its blob, the blob's SHA-256)."""
+    try:
+        blob = base64.b64decode(capability["blob"], validate=True)
+        return str(capability["name"]), blob, str(capability["digest"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise IntegrityError(f"the peer's way into its memory makes no sense ({error!r})") from None
 
 
 def extents_of(capability: Mapping[str, Any]) -> list[Extent]:
