@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mx_cli.base.errors import IntegrityError, MissingCapability, StillLanding, TransportFailed, UsageError
+from mx_cli.engine.run import cores
 from mx_cli.flows.context import Context
 from mx_cli.flows.serving import new_generation
 from mx_cli.flows.trust import is_loopback
@@ -19,7 +20,7 @@ from mx_cli.transport.session import Grant, Session
 
 PATHS = ("auto", "nixl-read", "socket")
 REQUIREMENTS = ("rdma", "encrypted")
-SOCKETS = 4
+MOST_SOCKETS = 8
 READS = 3
 PROBE_TIMEOUT = 5.0
 
@@ -75,7 +76,12 @@ def open_path(
     def opens(file: str, offset: int, length: int) -> Any:
         return session.open(file, offset, length, grant)
 
-    return Socket(opens, SOCKETS), "socket", why_not
+    return Socket(opens, _sockets()), "socket", why_not
+
+
+def _sockets() -> int:
+    """TLS is work for a core: more connections than cores only get in each other's way."""
+    return min(MOST_SOCKETS, cores() + 1)
 
 
 def _why_not_nixl(session: Session, grant: Grant, facts: Mapping[str, Any], wish: Wish) -> str:
