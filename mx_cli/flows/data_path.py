@@ -76,10 +76,10 @@ def open_path(
     def opens(file: str, offset: int, length: int) -> Any:
         return session.open(file, offset, length, grant)
 
-    return Socket(opens, _sockets()), "socket", why_not
+    return Socket(opens, sockets()), "socket", why_not
 
 
-def _sockets() -> int:
+def sockets() -> int:
     """TLS is work for a core: more connections than cores only get in each other's way."""
     return min(MOST_SOCKETS, cores() + 1)
 

@@ -13,7 +13,7 @@ from mx_cli.engine import route
 from mx_cli.engine.buffers import STEP
 from mx_cli.engine.route import Attempt
 from mx_cli.flows.context import Context
-from mx_cli.flows.data_path import READS, SOCKETS
+from mx_cli.flows.data_path import READS, sockets
 from mx_cli.flows.peering import Peering
 from mx_cli.flows.prefetch import preview
 from mx_cli.flows.pull import Pull, PullRequest, offline_context
@@ -92,7 +92,7 @@ def _peer(request: PullRequest, context: Context, puller: Pull) -> Choice:
         if not sources:
             raise NoPeer(f"no peer could be read now ({reasons})", hint="--wait DURATION waits for a slot")
         size = sum(record.size for record in group.holding.manifest.files)
-        reads = sum(READS if peer.path == "nixl-read" else SOCKETS for peer in sources)
+        reads = sum(READS if peer.path == "nixl-read" else sockets() for peer in sources)
         reason = f"{units.count(len(sources), 'source')} ({reasons})"
         return Choice("peer", True, reason, size, reads * ITEM)
     finally:
