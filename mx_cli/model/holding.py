@@ -11,7 +11,7 @@ import itertools
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -185,9 +185,6 @@ class Holding:
         while last > first and checks[last - 1].end > end:
             last -= 1
         return checks[first:last]
-
-    def with_version(self, version: int) -> Holding:
-        return replace(self, version=version)
 
     def entry(self, record: FileRecord) -> Entry:
         """A file of the manifest as an origin would list it, with the digests that the peer vouches for."""

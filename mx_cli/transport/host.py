@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_PIDS = "/proc/self/ns/pid"
+from mx_cli.base.process import boot_id, pid_namespace
 
 
 def host_facts() -> dict[str, Any]:
     """`boot_id` (one per boot of a kernel), `pid_namespace` (an inode number), `uid`; "" and 0 where /proc does not say."""
-    try:
-        boot_id = _BOOT_ID.read_text().strip()
-    except OSError:
-        boot_id = ""
-    try:
-        pid_namespace = os.stat(_PIDS).st_ino
-    except OSError:
-        pid_namespace = 0
-    return {"boot_id": boot_id, "pid_namespace": pid_namespace, "uid": os.geteuid()}
+    return {"boot_id": boot_id(), "pid_namespace": pid_namespace(), "uid": os.geteuid()}
 
 
 def share_memory(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
