@@ -108,6 +108,12 @@ class Settings:
     )
     max_connections: int = _set("MX_MAX_CONNECTIONS", _some(_count), 32, "connections to an origin at most")
     max_bandwidth: int | None = _set("MX_MAX_BANDWIDTH", _some(units.parse_size), None, "bytes a second at most")
+    memory: int | None = _set(
+        "MX_MEMORY",
+        _some(units.parse_size),
+        None,
+        "what a transfer may hold in memory beside the weights' own: 256MiB, or half of what the cgroup leaves if that is less",
+    )
     range_size: int = _set("MX_RANGE_SIZE", _some(units.parse_size), 16 << 20, "bytes of one request")
     connect_timeout: float = _set(
         "MX_CONNECT_TIMEOUT", _some(units.parse_duration), 10.0, "seconds to open a connection"

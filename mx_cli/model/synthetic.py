@@ -10,6 +10,7 @@ from mx_cli.model.holding import HOST, Alias, Extent, size_of
 
 FILE = "model.safetensors"
 ALIGN = 64
+METADATA = "__metadata__"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +56,27 @@ def synthesize(tensors: Iterable[Run]) -> Synthetic:
     under a name that no tensor has. Names must differ.
     """
     runs, aliases = _untie(sorted(tensors, key=lambda run: (run.device, run.address, -run.size)))
-    entries, at = {}, 0
-    for run in runs:
-        entries[run.name] = {"dtype": run.dtype, "shape": list(run.shape), "data_offsets": [at, at + run.size]}
-        at += run.size
-    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
-    # Whatever lies aligned in memory does so in the file.
-    text += b" " * (-(len(text) + 8) % ALIGN)
-    header = len(text).to_bytes(8, "little") + text
+    header = header_of((run.name, run.dtype, run.shape, run.size) for run in runs)
     starts, at = {}, len(header)
     for run in runs:
         starts[run.name] = at
         at += run.size
     return Synthetic(header, tuple(runs), starts, aliases, at)
+
+
+def header_of(
+    tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """The first bytes of a safetensors file of (name, dtype, shape, bytes) rows, one behind the other: whatever lies aligned
+    in memory does so in the file."""
+    entries: dict[str, object] = {METADATA: dict(metadata)} if metadata else {}
+    at = 0
+    for name, dtype, shape, size in tensors:
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % ALIGN)
+    return len(text).to_bytes(8, "little") + text
 
 
 def _untie(runs: Sequence[Run]) -> tuple[list[Run], dict[str, Alias]]:

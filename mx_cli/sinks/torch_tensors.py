@@ -13,6 +13,7 @@ from typing import Any
 from mx_cli.base.errors import UsageError
 from mx_cli.model.header import BITS
 from mx_cli.model.holding import HOST, size_of
+from mx_cli.model.synthetic import METADATA
 
 _DTYPES = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "int32": "I32", "uint32": "U32",
@@ -23,7 +24,6 @@ _DTYPES = {
 """torch's names -> those of safetensors. An element of float4_e2m1fn_x2 is two of F4."""
 
 PARAMETER, BUFFER = "parameter", "buffer"
-METADATA = "__metadata__"
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +165,11 @@ def _torch_dtypes() -> dict[str, Any]:
     import torch
 
     return {known: getattr(torch, short) for short, known in _DTYPES.items() if hasattr(torch, short)}
+
+
+def torch_dtype(dtype: str) -> Any:
+    """torch's dtype of one of safetensors. Raises KeyError for what torch has none for."""
+    return _torch_dtypes()[dtype]
 
 
 def tensor_of(block: Any, offset: int, dtype: str, shape: tuple[int, ...]) -> Any:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from mx_cli.base.process import start_time
-from mx_cli.flows import pull_files
+from mx_cli.flows import new_directory
+from mx_cli.flows.new_directory import NewDirectory
 from tests.rig.checkpoints import make_checkpoint, tree
 from tests.rig.serving import Hosts
 
@@ -72,12 +73,12 @@ def test_what_another_container_is_filling_is_left_alone(tmp_path: Path, monkeyp
     ended = subprocess.Popen(["true"])
     start = start_time(ended.pid)
     ended.wait()
-    target = tmp_path / "to"
-    ours = tmp_path / f"{pull_files._prefix(target)}{ended.pid}-{start}-abcdef"
-    monkeypatch.setattr(pull_files, "pid_namespace", lambda: 1)
-    theirs = tmp_path / f"{pull_files._prefix(target)}{ended.pid}-{start}-abcdef"
+    directory = NewDirectory(tmp_path / "to")
+    ours = tmp_path / f"{directory._prefix()}{ended.pid}-{start}-abcdef"
+    monkeypatch.setattr(new_directory, "pid_namespace", lambda: 1)
+    theirs = tmp_path / f"{directory._prefix()}{ended.pid}-{start}-abcdef"
     monkeypatch.undo()
     for path in (ours, theirs):
         path.mkdir(exist_ok=True)
-    pull_files._sweep(target)
+    directory._sweep()
     assert list(tmp_path.iterdir()) == [theirs]
