@@ -16,6 +16,7 @@ from mx_cli.base.errors import MissingCapability, UsageError
 from mx_cli.base.events import Event
 from mx_cli.flows.context import Context
 from mx_cli.flows.cuts import Cut, cut_of
+from mx_cli.flows.extents import views
 from mx_cli.flows.serving import Offer, Serving
 from mx_cli.flows.trust import is_loopback
 from mx_cli.model import hf_config, identity
@@ -70,7 +71,9 @@ class Handle:
     `address`, `generation`, `version` and `identities` (kind -> id) say how readers find it.
     """
 
-    def __init__(self, source: Any, context: Context, offer: Offer, named: Named, all_buffers: bool) -> None:
+    def __init__(
+        self, source: Any, context: Context, offer: Offer, named: Named, all_buffers: bool, *, publish: bool = True
+    ) -> None:
         self._source, self._context, self._named, self._all_buffers = source, context, named, all_buffers
         self._changing = threading.RLock()
         self._updating = False
@@ -79,7 +82,7 @@ class Handle:
         self._serving = Serving(context, offer)
         try:
             described = describe_holding(source, named, 0, all_buffers)
-            self._serving.offer(described.holding, self._held(described))
+            self._serving.offer(described.holding, self._held(described), publish=publish)
         except BaseException:
             self._release()
             raise
@@ -101,6 +104,10 @@ class Handle:
     def identities(self) -> dict[str, str]:
         holding = self._serving.holding
         return {one.kind: one.id for one in holding.identities} if holding else {}
+
+    def publish(self) -> None:
+        """Show it in discovery, when it was made without. Blocks for a moment; idempotent."""
+        self._serving.publish()
 
     @property
     def counts(self) -> dict[str, int]:
@@ -311,7 +318,7 @@ def describe_holding(source: Any, named: Named, version: int, all_buffers: bool 
 
     extents = found.extents(ctypes.addressof(ctypes.c_char.from_buffer(header)))
     digester, whole = TensorDigester(FILE, found.size), xxhash.xxh3_128()
-    for view in _views(extents):
+    for view in views(extents):
         digester.update(view)
         whole.update(view)
     rows = digester.finish()
@@ -366,26 +373,6 @@ def _shares(named: Named, tensors: Iterable[TorchTensor]) -> dict[str, Share]:
         if not share.whole:
             found[tensor.name] = share
     return found
-
-
-def _views(extents: list[Extent]) -> Iterator[memoryview]:
-    """The bytes of extents in host memory, in their order; those of a GPU are copied piece by piece."""
-    from mx_cli.engine.buffers import STEP, at_address
-
-    for extent in extents:
-        copy = None
-        if extent.device != HOST:
-            from mx_cli.transport.on_gpu import copy_out
-
-            copy = copy_out(extent.device)
-        for at in range(0, extent.length, STEP * 4):
-            length = min(STEP * 4, extent.length - at)
-            if copy is None:
-                yield at_address(extent.address + at, length)
-                continue
-            buffer = memoryview(bytearray(length))
-            copy(extent._replace(address=extent.address + at, length=length), buffer)
-            yield buffer
 
 
 def merged(regions: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:

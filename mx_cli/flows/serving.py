@@ -122,7 +122,12 @@ class Serving:
         self.control.prepare(holding)
         self._held = held
         self.holding = holding
-        if not publish:
+        if publish:
+            self.publish()
+
+    def publish(self) -> None:
+        """From now on discovery knows, where it does not yet. Blocks for a moment; idempotent."""
+        if self._beating:
             return
         settings = self._context.settings
         directory = open_directory(settings.discovery, self._context.cache().root, settings.record_beat)
