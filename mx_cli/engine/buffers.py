@@ -23,6 +23,14 @@ POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE of madvise(2), Linux 5.14: Python has no name for it."""
 
 
+_KEPT: list[object] = []
+
+
+def never_free(memory: object) -> None:
+    """Keep memory for as long as the process lives: bytes of a read that cannot be ended may still land in it."""
+    _KEPT.append(memory)
+
+
 class Buffers:
     """Reused, page-aligned buffers of STEP bytes. At most as many exist as are in use at once. Thread-safe."""
 

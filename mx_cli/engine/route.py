@@ -9,11 +9,13 @@ from typing import Generic, TypeVar
 
 from mx_cli.base.errors import (
     AccessDenied,
+    FilesystemRefused,
     Incompatible,
     IntegrityError,
     MissingCapability,
     MxError,
     NoPeer,
+    NoSpace,
     NotFound,
     StillLanding,
     TransportFailed,
@@ -21,7 +23,18 @@ from mx_cli.base.errors import (
     WaitExpired,
 )
 
-NAMES = ("peer", "cache", "origin")
+STREAM = "stream"
+NAMES = ("peer", "cache", "origin", STREAM)
+"""All of them, in the usual order for a place of one's own: from the memory or disk of a peer, from a snapshot in the cache,
+from the origin into the cache, from the origin past the cache. The last is for where the cache cannot take the weights: what
+is fetched into it is there for all, what is streamed for nobody else."""
+BY_CACHE = NAMES[:3]
+"""The usual ones where the place is the cache itself."""
+OF_A_PART = ("peer", "cache", STREAM)
+"""The usual ones for a part of the weights: the cache keeps whole files, which are more than is wanted."""
+WITHOUT_ORIGIN = frozenset({"peer", "cache"})
+OF_THE_CACHE = (NoSpace, FilesystemRefused)
+"""What also ends a route by way of the cache, where another one that goes past it comes later."""
 FALLS_THROUGH = (
     NoPeer,
     Incompatible,
@@ -36,8 +49,6 @@ FALLS_THROUGH = (
 """What ends a route, and not the command: another one may do better."""
 
 T = TypeVar("T")
-
-_KEPT: list[StillLanding] = []
 
 
 @dataclass(frozen=True)
@@ -63,20 +74,21 @@ class Taken(Generic[T]):
 def first(
     routes: Sequence[tuple[str, Callable[[], Taken[T]]]], say: Callable[[Attempt], None]
 ) -> tuple[T, list[Attempt]]:
-    """The result of the first route that works. A route that fails must have left its target as it was.
+    """The result of the first route that works. One that fails has left its target as it was, or the next begins it afresh.
 
     Raises what the last route raised, which names the reasons of all, or at once what is no matter of the route.
     """
     attempts: list[Attempt] = []
     errors: list[MxError] = []
-    for name, take in routes:
+    for index, (name, take) in enumerate(routes):
+        past_cache = any(later == STREAM for later, _ in routes[index + 1 :])
+        more = OF_THE_CACHE if past_cache and name in ("cache", "origin") else ()
         try:
             taken = take()
-        except StillLanding as error:
-            # With its traceback it refers to the memory in question, which thus is never freed.
-            _KEPT.append(error)
+        except StillLanding:
+            # Another route would write where bytes of this one may land.
             raise
-        except FALLS_THROUGH as error:
+        except (*FALLS_THROUGH, *more) as error:
             attempts.append(Attempt(name, False, error.what))
             say(attempts[-1])
             errors.append(error)

@@ -22,6 +22,8 @@ POLL = 0.2
 CROWDED_POLL = 0.02
 WIDEN_EVERY = 1.0
 QUIET_LIMIT = 15.0
+HASTY_LIMIT = 1.0
+"""Seconds for reads under way to end: the second when somebody waits for the end."""
 SMALL_ITEM = 1 << 20
 AHEAD = 8
 LOOK = 4
@@ -114,8 +116,9 @@ class Transfer:
             changed = self._abandon()
             # What is gone because the origin changed is listed again; only what alone is gone is not found.
             raise changed or error from None
-        except BaseException:
-            self._abandon()
+        except BaseException as error:
+            # Ctrl-C in Python is no stop, and is in as much of a hurry.
+            self._abandon(hasty=not isinstance(error, Exception))
             raise
         finally:
             self._meter.workers, self._meter.current = 0, ()
@@ -286,7 +289,7 @@ class Transfer:
                 flight.stalled = True
                 self._source.abort(flight.item)
 
-    def _abandon(self) -> OriginChanged | None:
+    def _abandon(self, *, hasty: bool = False) -> OriginChanged | None:
         """Give up everything in flight and wait, briefly, until nothing lands any more; keep what did.
 
         Returns the first news among the rest that the origin has changed.
@@ -294,7 +297,7 @@ class Transfer:
         changed: OriginChanged | None = None
         for item in self._flights:
             self._source.abort(item)
-        end = time.monotonic() + (1.0 if self._stop.requested else QUIET_LIMIT)
+        end = time.monotonic() + (HASTY_LIMIT if hasty or self._stop.requested else QUIET_LIMIT)
         while self._flights and time.monotonic() < end:
             if not self._news:
                 self._news.extend(self._source.poll(POLL))

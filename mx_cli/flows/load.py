@@ -97,7 +97,7 @@ def _copy(
     layout = own_tensors(found.holding, names, device, tensors, fresh=True)
     bell = Bell()
     sources = [member(found, origin, bell, context)]
-    move(found.holding, layout.targets, sources, bell, context, put_on_gpu(), found.entries)
+    move(found.holding, layout.targets, sources, bell, context, put_on_gpu(), layout, found.entries)
     layout.finish()
 
 
@@ -129,7 +129,7 @@ def _load_share(
         rows = rows_of(found.holding, shapes, shares, memory.places)
         bell = Bell()
         members = [member(found, origin, bell, context)]
-        bring(found.holding, rows, members, bell, context, put_on_gpu(), found.entries)
+        bring(found.holding, rows, members, bell, context, put_on_gpu(), memory, found.entries)
         return memory.tensors()
     finally:
         origin.close()

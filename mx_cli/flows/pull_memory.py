@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mx_cli.base.errors import Incompatible, MxError, UsageError
+from mx_cli.base.errors import Incompatible, MxError, StillLanding, UsageError
+from mx_cli.engine.buffers import never_free
 from mx_cli.engine.many import Bell, Many, Member, trouble
 from mx_cli.engine.meter import Meter
-from mx_cli.engine.ports import ReadItem, Sink
+from mx_cli.engine.ports import ReadItem, Sink, Source
 from mx_cli.engine.run import Limits, Transfer, cores
 from mx_cli.flows.context import Context
 from mx_cli.model.digest import FILE_DTYPE
@@ -116,19 +117,24 @@ def move(
     bell: Bell,
     context: Context,
     put: Put | None,
+    memory: object,
     entries: Mapping[str, Entry] | None = None,
 ) -> Moved:
-    """Fill `targets`, runs of memory of this process that the members' regions cover. Blocks.
+    """Fill `targets`, runs of `memory` of this process that the members' regions cover. Blocks.
 
     `entries`: the files as an origin among the members lists them, by path.
 
     Raises IntegrityError, TransportFailed, the stop's reason; then some of the bytes may have come, and nothing more will.
+    Unless it is StillLanding: a read could not be ended (a mount that is dead), and `memory` is kept for ever.
     """
-    return carry(pieces_to_read(holding, targets, entries or {}), MemorySink(targets, put), members, bell, context)
+    items = pieces_to_read(holding, targets, entries or {})
+    return carry(items, MemorySink(targets, put), members, bell, context, memory)
 
 
-def carry(items: Sequence[ReadItem], sink: Sink, members: Sequence[Member], bell: Bell, context: Context) -> Moved:
-    """Bring the items into a sink of memory from the members, which are closed after it. Blocks; raises as `move` does."""
+def carry(
+    items: Sequence[ReadItem], sink: Sink, members: Sequence[Member], bell: Bell, context: Context, memory: object
+) -> Moved:
+    """Bring the items into a sink of `memory` from the members, which are closed after it. Blocks; raises as `move` does."""
     meter = Meter(sum(item.length or 0 for item in items))
 
     def tell(member: Member, error: MxError) -> None:
@@ -147,10 +153,30 @@ def carry(items: Sequence[ReadItem], sink: Sink, members: Sequence[Member], bell
     start = time.perf_counter()
     try:
         transfer.run(items)
-        seconds = time.perf_counter() - start
-    finally:
-        source.close()
+    except BaseException as error:
+        if landing := close(source, transfer, memory):
+            if isinstance(error, Exception):
+                raise landing from error
+            context.warn(landing.what)
+        raise
+    seconds = time.perf_counter() - start
+    source.close()
     return Moved(meter.fetched, seconds, {member.name: member.bytes for member in members})
+
+
+def close(source: Source, transfer: Transfer, memory: object) -> StillLanding | None:
+    """Close the source of a transfer that failed. What it says when a read cannot be ended: then `memory` is kept for ever."""
+    landing = None
+    try:
+        source.close()
+    except StillLanding as error:
+        landing = error
+    if transfer.in_flight and landing is None:
+        files = ", ".join(sorted(transfer.in_flight)[:SHOWN])
+        landing = StillLanding(f"a read of {files} does not end: its bytes may land at any time")
+    if landing:
+        never_free((memory, source))
+    return landing
 
 
 def pieces_to_read(holding: Holding, targets: Sequence[Extent], entries: Mapping[str, Entry]) -> list[ReadItem]:

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from mx_cli.base.cancel import Stop
-from mx_cli.base.errors import Incompatible, MxError, TransportFailed, UsageError
+from mx_cli.base.errors import Incompatible, MxError, StillLanding, TransportFailed, UsageError
 from mx_cli.engine import route
 from mx_cli.engine.many import Bell
 from mx_cli.engine.route import Taken
@@ -84,7 +84,7 @@ class RankPull:
         bell = Bell()
         members = [disk_member(directory, holding, bell, self._context)]
         rows = rows_of(holding, shapes, shares, memory.places)
-        moved = bring(holding, rows, members, bell, self._context, self._put)
+        moved = bring(holding, rows, members, bell, self._context, self._put, memory)
         self._tensors = memory.tensors()
         return Taken(self._received(name, shares, holding.kinds, [moved], holding.version), taken.reason)
 
@@ -223,6 +223,9 @@ class _Set:
         for index, future in futures.items():
             try:
                 moved.append(future.result())
+            except StillLanding:
+                # Another group's bytes would be written where this one's may land.
+                raise
             except MxError as error:
                 failed[index] = error
         return moved, failed
@@ -239,7 +242,9 @@ class _Set:
         bell = Bell()
         members = self._peering.members_of(group, bell, merged(self._memory.regions))
         many_runs = all(peer.path == "nixl-read" for peer in group.peers if peer.member)
-        return pool.submit(bring, group.holding, rows, members, bell, context, self._put, many_runs=many_runs)
+        return pool.submit(
+            bring, group.holding, rows, members, bell, context, self._put, self._memory, many_runs=many_runs
+        )
 
 
 def _stop(work: Stop, outer: Stop) -> None:
@@ -334,4 +339,4 @@ def _target(described: Sequence[Described]) -> Memory:
                 one.tensor.copy_(bytes_there)
         return {}
 
-    return Memory(places, regions, finish)
+    return Memory(places, regions, finish, described)

@@ -7,19 +7,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mx_cli.base.errors import UsageError
+from mx_cli.base.errors import Incompatible, UsageError
 from mx_cli.engine import route
 from mx_cli.engine.many import Bell, Member
 from mx_cli.engine.route import Attempt, Taken
+from mx_cli.flows.catalog import catalog
 from mx_cli.flows.context import Context
 from mx_cli.flows.data_path import Wish
 from mx_cli.flows.holdings import local_holding
 from mx_cli.flows.in_process import merged, process_context, require_torch
+from mx_cli.flows.parts import named_as_in, named_by_part
 from mx_cli.flows.peering import Peering
 from mx_cli.flows.pull import Pull, PullRequest
 from mx_cli.flows.pull_memory import Moved, Put, Shape, compare, disk_member, move, table
 from mx_cli.flows.targets import Layout, byte_block, filled_by_twins, layout_of, packed, pieces_of
 from mx_cli.model.holding import HOST, Extent, Holding, joined
+from mx_cli.model.identity import kind_of
 
 
 @dataclass(frozen=True)
@@ -50,13 +53,14 @@ class IntoMemory:
 
     def __init__(self, request: PullRequest, context: Context, make: MakeLayout, put: Put | None) -> None:
         self._request, self._context, self._make, self._put = request, context, make, put
-        self._puller = Pull(request, context)
+        self._puller = Pull(request, context, known=(*route.NAMES, route.STREAM))
 
     def run(self) -> Received:
         takers: dict[str, Callable[[], Taken[Received]]] = {
             "peer": self._from_peer,
             "cache": lambda: self._from_disk("cache"),
             "origin": lambda: self._from_disk("origin"),
+            route.STREAM: self._straight,
         }
         names = [name for name in self._request.routes if name != "origin" or self._puller.origin_uri]
         received, attempts = route.first([(name, takers[name]) for name in names], self._say)
@@ -71,11 +75,11 @@ class IntoMemory:
         peering = Peering(self._context, self._puller.wanted(), self._request.wish)
         try:
             group = peering.find(wait)
-            layout = self._make(group.holding)
+            layout = self._make(named_by_part(group.holding))
             bell = Bell()
             regions = merged([(row.address, row.length, row.device) for row in layout.targets])
             members = peering.members(bell, regions)
-            moved = move(group.holding, layout.targets, members, bell, self._context, self._put)
+            moved = move(group.holding, layout.targets, members, bell, self._context, self._put, layout)
             peering.check_versions()
             layout.finish()
             paths = ", ".join(f"{peer.address} by {peer.path}" for peer in group.peers if peer.path)
@@ -88,12 +92,34 @@ class IntoMemory:
         taken = self._puller.from_cache() if name == "cache" else self._puller.from_origin()
         directory = taken.result.directory
         holding = local_holding(directory, self._context)
-        layout = self._make(holding)
+        layout = self._make(named_by_part(holding))
         bell = Bell()
         members: list[Member] = [disk_member(directory, holding, bell, self._context)]
-        moved = move(holding, layout.targets, members, bell, self._context, self._put)
+        moved = move(holding, layout.targets, members, bell, self._context, self._put, layout)
         layout.finish()
         return Taken(self._received(name, holding, layout, moved), taken.reason)
+
+    def _straight(self) -> Taken[Received]:
+        """From a directory as it is, or from the origin of a URI. Digests are known of snapshots only."""
+        from mx_cli.flows.load import member
+
+        uri = self._puller.uri or self._request.model
+        if kind_of(uri):
+            raise Incompatible(
+                f"{uri} is known of weights once all of them were read", hint="routes=['origin'] and origin=URI"
+            )
+        found, origin = catalog(uri, self._request.revision, self._context)
+        try:
+            layout = self._make(found.holding)
+            bell = Bell()
+            sources = [member(found, origin, bell, self._context)]
+            moved = move(
+                found.holding, layout.targets, sources, bell, self._context, self._put, layout, found.entries
+            )
+            layout.finish()
+            return Taken(self._received(route.STREAM, found.holding, layout, moved), f"read from {origin.uri}")
+        finally:
+            origin.close()
 
     def _received(self, name: str, holding: Holding, layout: Layout, moved: Moved) -> Received:
         kinds = layout.kinds or holding.kinds
@@ -174,12 +200,13 @@ def pull_into(
         raise UsageError("rules without a rank")
 
     def make(holding: Holding) -> Layout:
+        holding = named_as_in(holding, [one.name for one in described])
         twins = filled_by_twins(described, table(holding))
         wanted: dict[str, Shape] = {one.name: (one.dtype, one.shape) for one in described if one.name not in twins}
         names = set(compare(holding, wanted, allow_missing=allow_missing, allow_extra=allow_extra))
         layout = layout_of(holding, [one for one in described if one.name in names])
         kinds = {one.name: one.kind for one in described}
-        return dataclasses.replace(layout, names=[*layout.names, *sorted(twins)], kinds=kinds)
+        return dataclasses.replace(layout, names=[*layout.names, *sorted(twins)], kinds=kinds, keep=described)
 
     return IntoMemory(request, context, make, put_on_gpu()).run()
 

@@ -48,7 +48,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory for a rank's tensors, by name; `regions` of it are (address, length, device).
+    """Memory for a rank's tensors, by name; `regions` of it are (address, length, device), and `keep` keeps it alive.
 
     `tensors`, called when the bytes are there, hands them out.
     """
@@ -56,6 +56,7 @@ class Memory:
     places: dict[str, Place]
     regions: list[tuple[int, int, int]]
     tensors: Callable[[], dict[str, Any]]
+    keep: object
 
 
 def own_memory(
@@ -83,7 +84,7 @@ def own_memory(
             for name, share in shares.items()
         }
 
-    return Memory(places, [(base, size, device)], tensors)
+    return Memory(places, [(base, size, device)], tensors, block)
 
 
 def _bytes(name: str, dtype: str, share: Share) -> int:
@@ -147,6 +148,7 @@ def bring(
     bell: Bell,
     context: Context,
     put: Put | None,
+    memory: object,
     entries: Mapping[str, Entry] | None = None,
     *,
     many_runs: bool = False,
@@ -160,7 +162,7 @@ def bring(
     sink = RowsSink(rows, copy_along, put)
     items = items_of(holding, rows, sink, entries or {})
     extra = sum(_extra(sink, item, many_runs) for item in items)
-    moved = carry(items, sink, members, bell, context)
+    moved = carry(items, sink, members, bell, context, memory)
     wanted = sum(one.size for one in rows)
     if extra:
         context.notice(f"{units.size(wanted)} are this rank's, and {units.size(extra)} between them were read along")

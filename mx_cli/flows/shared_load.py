@@ -106,7 +106,9 @@ class SharedLoad:
         first, last = cuts[self._ranks.rank]
         wanted = RowsSink(rows, READ_ALONG, put_on_gpu())
         sink = RingOfPieces(items[first:last], BUCKET)
-        task = _Task(lambda stop: self._read(found, self._origin, items[first:last], sink, stop), self._context.stop)
+        task = _Task(
+            lambda stop: self._read(found, self._origin, items[first:last], sink, sink, stop), self._context.stop
+        )
         sink.tell = task.news.set
         at_once = max(1, BUCKET // ITEM)
         with task:
@@ -169,7 +171,7 @@ class SharedLoad:
         reach = [_reach(items[first:last], layout) for first, last in cuts]
         first, last = cuts[self._ranks.rank]
         sink = PortionSink(layout.targets, put_on_gpu())
-        task = _Task(lambda stop: self._read(found, origin, items[first:last], sink, stop), self._context.stop)
+        task = _Task(lambda stop: self._read(found, origin, items[first:last], sink, layout, stop), self._context.stop)
         sink.tell = task.news.set
         step = max(1, BUCKET // self._ranks.size)
         rounds = max((-(-(end - start) // step) for start, end in reach), default=0)
@@ -190,12 +192,20 @@ class SharedLoad:
 
             torch.cuda.synchronize(self._device)
 
-    def _read(self, found: Catalog, origin: OpenOrigin, items: Sequence[ReadItem], sink: Sink, stop: Stop) -> None:
+    def _read(
+        self,
+        found: Catalog,
+        origin: OpenOrigin,
+        items: Sequence[ReadItem],
+        sink: Sink,
+        memory: object,
+        stop: Stop,
+    ) -> None:
         if items:
             context = _with(self._context, stop)
             bell = Bell()
             members: list[Member] = [self._member(found, origin, bell, context)]
-            carry(items, sink, members, bell, context)
+            carry(items, sink, members, bell, context, memory)
 
 
 def pieces_for(found: Catalog, targets: Sequence[Extent], ranks: int) -> list[ReadItem]:

@@ -18,6 +18,7 @@ from mx_cli.flows.catalog import Catalog, catalog
 from mx_cli.flows.context import Context
 from mx_cli.flows.in_process import process_context, require_torch
 from mx_cli.flows.load import chosen_tensors, member
+from mx_cli.flows.pull_memory import close
 from mx_cli.flows.pull_tensors import device_number
 from mx_cli.model.holding import HOST, Tensor
 from mx_cli.plan.blocks import aligned
@@ -28,7 +29,8 @@ MEMORY = 256 << 20
 BESIDE = 32 << 20
 """Bytes of a stream's memory that are not its ring: connections, their buffers, the plan."""
 CONNECTION = 1 << 20
-JOIN = 5.0
+JOIN = 10.0
+"""Seconds for the thread that reads to end: most of them pass only when a read hangs."""
 PACK = ITEM - ALIGN
 """Bytes of neighbours that are read together: with its place within a page, that many fill whole huge pages."""
 SHARE = 1 << 20
@@ -80,6 +82,10 @@ def _stream(
     owns = owned and device == HOST
     size = _ring_size(groups, limit, owns)
     room: Room = Buffers(size) if owns else Ring(size)
+    if isinstance(room, Ring) and device != HOST:
+        from mx_cli.transport.on_gpu import pin
+
+        pin(room.pool.address, room.pool.size)
     sink = RingSink(groups, room)
     bell = Bell()
     source = Many([member(found, origin, bell, context)], bell, _left)
@@ -87,32 +93,31 @@ def _stream(
     reading = threading.Thread(
         target=_read, args=(found, groups, source, sink, limit - size, work, context), name="stream", daemon=True
     )
-    hand_out = _HandOut(device, owned)
-    if isinstance(room, Ring) and device != HOST:
-        from mx_cli.transport.on_gpu import pin
-
-        pin(room.pool.address, room.pool.size)
     reading.start()
     try:
-        # Empty tensors have no bytes and no group: they come first of their file's tensors.
-        at = 0
-        for group, buffer in sink.take():
-            hand_out.begin(group, buffer)
-            del buffer
-            while (
-                at < len(tensors)
-                and (tensors[at].size == 0 or tensors[at].file == group.file)
-                and (tensors[at].size == 0 or tensors[at].end <= group.end)
-            ):
-                yield tensors[at].name, hand_out.tensor(tensors[at])
-                at += 1
-            hand_out.end()
-        for tensor in tensors[at:]:
-            yield tensor.name, hand_out.tensor(tensor)
+        yield from _in_order(tensors, sink, _HandOut(device, owned))
     finally:
         work.request(UsageError("the stream was closed"))
-        source.close()
+        bell.ring()
         reading.join(JOIN)
+
+
+def _in_order(tensors: Sequence[Tensor], sink: RingSink, hand_out: _HandOut) -> Iterator[tuple[str, Any]]:
+    """Empty tensors have no bytes and no group: they come first of their file's tensors."""
+    at = 0
+    for group, buffer in sink.take():
+        hand_out.begin(group, buffer)
+        del buffer
+        while at < len(tensors) and (tensors[at].size == 0 or _lies_in(tensors[at], group)):
+            yield tensors[at].name, hand_out.tensor(tensors[at])
+            at += 1
+        hand_out.end()
+    for tensor in tensors[at:]:
+        yield tensor.name, hand_out.tensor(tensor)
+
+
+def _lies_in(tensor: Tensor, group: Group) -> bool:
+    return tensor.file == group.file and tensor.end <= group.end
 
 
 def _left(failed: Member, error: MxError) -> None:
@@ -150,7 +155,7 @@ def _ring_size(groups: Sequence[Group], limit: int, owns: bool) -> int:
 def _read(
     found: Catalog, groups: Sequence[Group], source: Many, sink: RingSink, beside: int, work: Stop, context: Context
 ) -> None:
-    """The thread that fills the ring."""
+    """The thread that fills the ring. It alone calls the source, and closes it."""
     settings = context.settings
     items = []
     for group in groups:
@@ -165,12 +170,18 @@ def _read(
     transfer = Transfer(source, sink, limits, gate, Meter(), work, context.on_retry)
     try:
         transfer.run(items)
-    except MxError as error:
-        sink.fail(error)
-    except BaseException as bug:
-        # Whoever waits for tensors must hear of it; the thread ends with it all the same.
-        sink.fail(TransportFailed(f"reading {found.holding.manifest.uri}: {type(bug).__name__}: {bug}"))
-        raise
+    except BaseException as error:
+        landing = close(source, transfer, sink)
+        if landing:
+            # Who has closed the stream takes nothing any more, and no error.
+            context.warn(landing.what)
+        # Whoever waits for tensors must hear of a bug; the thread ends with it all the same.
+        bug = TransportFailed(f"reading {found.holding.manifest.uri}: {type(error).__name__}: {error}")
+        sink.fail(landing or (error if isinstance(error, MxError) else bug))
+        if not isinstance(error, MxError):
+            raise
+    else:
+        source.close()
 
 
 class _HandOut:

@@ -27,7 +27,7 @@ class Layout:
     """Where the bytes go, and the tensors that get them. `finish` is called when all are there.
 
     `kinds` of the tensors, where the target knows them and not only the source. `block`: the tensor of bytes that all of
-    it lies in, where there is one.
+    it lies in, where there is one. `keep`: what keeps the memory of the targets alive beside it.
     """
 
     targets: list[Extent]
@@ -35,6 +35,7 @@ class Layout:
     finish: Callable[[], None]
     kinds: Mapping[str, str] = field(default_factory=dict)
     block: Any = None
+    keep: object = None
 
 
 def pieces_of(holding: Holding, dtypes: Mapping[str, str]) -> list[Piece]:
@@ -56,8 +57,8 @@ def layout_of(holding: Holding, described: Sequence[Described]) -> Layout:
     for the time being, and they copies of it: tensors that are scattered, or tied at the source and not here. Raises
     Incompatible for tensors that are one memory here and differ at the source, NoSpace.
     """
-    chosen = _without_twins(holding, described)
-    entangled = _entangled(chosen)
+    chosen, doubtful = _without_twins(holding, described)
+    entangled = _entangled(chosen) | doubtful
     by_name = {one.name: one for one in chosen}
     extents: list[tuple[Extent, str]] = []
     indirect: list[Piece] = []
@@ -86,23 +87,24 @@ def _memory(one: Described) -> object:
     return one.tensor.data_ptr(), one.tensor.stride(), one.shape, one.dtype, one.device
 
 
-def _without_twins(holding: Holding, described: Iterable[Described]) -> list[Described]:
-    """One of each memory. Raises Incompatible where the source has different bytes for it."""
+def _without_twins(holding: Holding, described: Iterable[Described]) -> tuple[list[Described], set[str]]:
+    """One of each memory, and the names of several for one whose digests nobody knows: their bytes have to be compared.
+
+    Raises Incompatible where the source has different bytes for one memory.
+    """
     kept: dict[object, Described] = {}
+    doubtful: dict[str, Described] = {}
     for one in described:
         twin = kept.setdefault(_memory(one) if one.size else one.name, one)
-        if twin is not one and not _same_bytes(holding, twin.name, one.name):
+        if twin is one or place_of(holding, twin.name) == place_of(holding, one.name):
+            continue
+        blocks = [holding.by_name[name].blocks for name in (twin.name, one.name) if name not in holding.aliases]
+        if len(blocks) < 2 or (any(blocks) and blocks[0] != blocks[1]):
             raise _torn(twin.name, one.name)
-    return list(kept.values())
-
-
-def _same_bytes(holding: Holding, name: str, other: str) -> bool:
-    if place_of(holding, name) == place_of(holding, other):
-        return True
-    if name in holding.aliases or other in holding.aliases:
-        return False
-    blocks = holding.by_name[name].blocks
-    return bool(blocks) and blocks == holding.by_name[other].blocks
+        if not any(blocks):
+            doubtful |= {twin.name: twin, one.name: one}
+    first = {one.name for one in kept.values()}
+    return [*kept.values(), *(one for name, one in doubtful.items() if name not in first)], set(doubtful)
 
 
 def _torn(name: str, other: str) -> Incompatible:
@@ -213,5 +215,5 @@ def _check(copies: Iterable[tuple[Described, Any]]) -> None:
 
     for one, expected in copies:
         here = one.tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
-        if not torch.equal(here.view(torch.uint8), expected.reshape(-1).view(torch.uint8)):
+        if not torch.equal(here.view(torch.uint8), expected.to(here.dtype).reshape(-1).view(torch.uint8)):
             raise _torn(one.name, "others")

@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from mx_cli.base import filesystem
-from mx_cli.base.errors import IntegrityError, OriginChanged, TransportFailed
+from mx_cli.base.errors import IntegrityError, OriginChanged, StillLanding, TransportFailed
 from mx_cli.base.oserrors import explain
 from mx_cli.engine.buffers import at_address, scatter
 from mx_cli.engine.ports import Memory, ReadItem
 from mx_cli.engine.threads import Flight
 from mx_cli.model.holding import HOST, Holding
 from mx_cli.model.manifest import Entry
+from mx_cli.transport.inside import Inside
 from mx_cli.transport.paths import ReadBuffers
 from mx_cli.transport.peer import ITEM
 
@@ -32,6 +33,8 @@ LEAST_DIRECT = 64 << 10
 """Bytes: smaller pieces are read through the page cache, whose readahead serves their neighbours."""
 MOSTLY = 0.75
 LOCAL_READS, NETWORK_READS = 4, 8
+LEAVE = 5.0
+"""Seconds in which reads under way have to end when the files are closed: those of a mount that is dead never do."""
 _NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTTY, errno.EPERM})
 
 
@@ -52,10 +55,12 @@ class Disk:
         notice: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Raises NotFound, FilesystemRefused, OriginChanged, IntegrityError for a file of another size."""
+        self._directory = directory
         self._files: dict[str, _File] = {}
         self._notice = notice
         self._noticed = threading.Lock()
         self._edges = threading.local()
+        self._inside = Inside()
         try:
             for record in holding.manifest.files:
                 entry = (entries or {}).get(record.path)
@@ -72,7 +77,7 @@ class Disk:
         """Into place directly where that is host memory, else through a buffer."""
         file = self._files[item.entry.path]
         try:
-            with file.used():
+            with self._inside.entered(item.entry.path), file.used():
                 for offset, length, address in dest.parts:
                     if dest.device == HOST:
                         self._fill(file, item.offset + offset, address, length, flight)
@@ -152,9 +157,12 @@ class Disk:
         self._buffers.give_back(address)
 
     def close(self) -> None:
-        """See `Path.close`. The threads' reads end by themselves, and keep what they read open until then."""
+        """See `Path.close`. Reads that do not end keep their files open, and this object's buffers alive."""
+        ended = self._inside.close(LEAVE)
         for file in self._files.values():
             file.close()
+        if not ended:
+            raise StillLanding(f"a read of {self._directory} has not ended {LEAVE:g} s after it was given up")
 
 
 class _File:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mx_cli.base.errors import IntegrityError, StillLanding, TransportFailed
-from mx_cli.engine.buffers import Pool, at_address, scatter
+from mx_cli.engine.buffers import Pool, at_address, never_free, scatter
 from mx_cli.engine.ports import Memory, ReadItem, Stream
 from mx_cli.engine.threads import Flight
 from mx_cli.model.holding import HOST, Extent, Extents
@@ -25,10 +25,6 @@ PROBE = 1 << 20
 LONGEST_PAUSE = 0.002
 LEAVE = 2.0
 """Seconds in which the threads of a path that is closed have to come out of it."""
-
-
-_GRAVES: list[object] = []
-"""Memory that a read may still land in, for as long as the process lives."""
 
 
 class Opens(Protocol):
@@ -226,7 +222,7 @@ class NixlRead:
         try:
             self._agent.destroy()
         except StillLanding:
-            _GRAVES.append(self._buffers)
+            never_free(self._buffers)
             raise
 
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import xxhash
 
-from mx_cli.base.errors import IntegrityError, MxError, NotFound, TransportFailed
+from mx_cli.base.errors import IntegrityError, MxError, NotFound, StillLanding, TransportFailed
 from mx_cli.base.oserrors import explain
 from mx_cli.engine.buffers import at_address, write_at
 from mx_cli.engine.ports import Block, Done, File, Host, Memory, ReadItem, SourceCaps, Through
@@ -40,7 +40,8 @@ class Path(Protocol):
         """The buffer is free again."""
 
     def close(self) -> None:
-        """The barrier: when it returns, nothing lands anywhere any more. Idempotent."""
+        """The barrier: when it returns, nothing lands anywhere any more. Idempotent. Raises StillLanding when a read does
+        not end: what it reads into must not be used again."""
 
 
 class PeerSource(Threads):
@@ -74,14 +75,14 @@ class PeerSource(Threads):
         return news
 
     def close(self) -> None:
-        """Abort all. Raises TransportFailed, each time, when something may still land: then its memory must not be used."""
+        """Abort all. Raises StillLanding, each time, when something may still land: then its memory must not be used."""
         with self._closing:
             if self._closed:
                 return
             super().close()
             self._path.close()
             if not self._landing.close(LEAVE):
-                raise TransportFailed(
+                raise StillLanding(
                     f"{self.name}: what has come is still being placed, {LEAVE:g} s after it was given up"
                 )
             self._closed = True

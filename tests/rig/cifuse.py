@@ -5,6 +5,8 @@
 
 HIDE=SECS     a name made by one process is ENOENT to every other for SECS (the negative cache of NFS)
 NORENAME=1    rename -> ENOSYS        NOAPPEND=1    O_APPEND -> EPERM        LINKS=1    hard links work
+HANG=BYTES    a read of bytes from there on, in any file, returns only when BACKING/.go is there: a dead server;
+              the first one makes BACKING/.hung
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 from fuse import FUSE, FuseOSError, Operations, fuse_get_context
 
 HIDE = float(os.environ.get("HIDE", "0"))
+HANG = int(os.environ.get("HANG", "0"))
 STAT_FIELDS = ("st_atime", "st_ctime", "st_gid", "st_mode", "st_mtime", "st_nlink", "st_size", "st_uid")
 
 
@@ -124,6 +127,10 @@ class CaseInsensitive(Operations):
         return fd
 
     def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
+        if HANG and offset + size > HANG:
+            open(os.path.join(self.root, ".hung"), "w").close()
+            while not os.path.exists(os.path.join(self.root, ".go")):
+                time.sleep(0.02)
         return os.pread(fh, size, offset)
 
     def write(self, path: str, data: bytes, offset: int, fh: int) -> int:
@@ -145,7 +152,7 @@ def main() -> None:
         CaseInsensitive(sys.argv[1], name_max),
         sys.argv[2],
         foreground=True,
-        nothreads=True,
+        nothreads=not HANG,
         attr_timeout=0,
         entry_timeout=0,
         allow_other=True,

@@ -90,7 +90,7 @@ def bindfs(source: Path, place: Path, *options: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def cifuse(backing: Path, place: Path, *, name_max: int = 255, **env: str) -> Iterator[Path]:
-    """tests/rig/cifuse.py over the directory; env: HIDE="2", NORENAME="1", NOAPPEND="1", LINKS="1"."""
+    """tests/rig/cifuse.py over the directory; env: HIDE="2", NORENAME="1", NOAPPEND="1", LINKS="1", HANG="1000000"."""
     backing.mkdir(parents=True, exist_ok=True)
     command: list[str | Path] = [sys.executable, HERE / "cifuse.py", backing, place, str(name_max)]
     with _fuse(command, place, env) as mounted:
