@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mx_cli.base.errors import IntegrityError, UsageError
+from mx_cli.engine.many import Bell, Member
 from mx_cli.engine.ports import ReadItem
 from mx_cli.engine.retry import patiently
+from mx_cli.engine.threads import Lifted, Throttle
 from mx_cli.flows.context import Context
+from mx_cli.flows.cuts import config_of
 from mx_cli.flows.hash import is_local
 from mx_cli.flows.hash_anything import snapshot_manifest
 from mx_cli.flows.holdings import holding_of
+from mx_cli.flows.parts import named_by_part
+from mx_cli.flows.pull_memory import disk_member
 from mx_cli.flows.request import Request, Wanted
 from mx_cli.flows.select import wanted_of
 from mx_cli.model import header, identity
@@ -27,6 +34,8 @@ FIRST_READ = 256 << 10
 """Bytes of a file's beginning that are asked for at once: most headers are smaller."""
 HEADERS_AT_ONCE = 16
 READ_LIMIT = 64 << 20
+CONFIG = "config.json"
+CONFIG_LIMIT = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -54,7 +63,7 @@ def catalog(model: str, revision: str | None, context: Context) -> tuple[Catalog
             directory = path if path.is_dir() else path.parent
             manifest = snapshot_manifest(context.cache(), str(path), context)
             if manifest is not None:
-                return Catalog(_only_tensors(holding_of(manifest, directory)), {}, directory), origin
+                return Catalog(named_by_part(_only_tensors(holding_of(manifest, directory))), {}, directory), origin
         else:
             directory = None
         listing = origin.listing(revision or origin.revision or None, context.stop)
@@ -142,3 +151,20 @@ def _only_tensors(holding: Holding) -> Holding:
     if others:
         raise UsageError(f"{others[0]} is not safetensors: its tensors cannot be read one by one")
     return holding
+
+
+def found_config(found: Catalog, origin: OpenOrigin) -> Mapping[str, Any] | None:
+    """The checkpoint's config.json, None where there is none. A small read."""
+    if found.directory is not None:
+        path = found.directory / CONFIG
+        return config_of(path.read_bytes() if path.is_file() else None)
+    entry = found.entries.get(CONFIG)
+    return config_of(origin.read(entry, CONFIG_LIMIT) if entry else None)
+
+
+def member(found: Catalog, origin: OpenOrigin, bell: Bell, context: Context) -> Member:
+    """The source of a catalog's bytes: this machine's disk, or the origin."""
+    if found.directory is not None:
+        return disk_member(found.directory, found.holding, bell, context, found.entries or None)
+    rate = context.settings.max_bandwidth
+    return Member("origin", Lifted(origin, Throttle(rate) if rate else None, bell.ring), reserve=True)
