@@ -81,7 +81,6 @@ def pull(
     from mx_cli.base.errors import UsageError
     from mx_cli.base.events import Notice
     from mx_cli.base.units import parse_duration
-    from mx_cli.engine.route import NAMES
     from mx_cli.flows import pull as flow
     from mx_cli.flows.data_path import Wish
     from mx_cli.flows.deliver import withdraw_result, write_result
@@ -100,7 +99,7 @@ def pull(
         revision or None,
         origin,
         read_path(to) if to else None,
-        tuple(_words(route)) or NAMES,
+        tuple(_words(route)),
     )
     if dry_run:
         from mx_cli.flows.pull_plan import plan

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,12 +43,13 @@ CONFIG_LIMIT = 16 << 20
 class Catalog:
     """A checkpoint's tensors and their places. `directory`: where its files lie on this machine, None for a store.
 
-    `entries`: the files as their origin lists them, by path, to read from.
+    `entries`: the files as their origin lists them, by path, to read from. `beside`: those that are wanted and no weights.
     """
 
     holding: Holding
     entries: dict[str, Entry]
     directory: Path | None
+    beside: tuple[str, ...] = ()
 
 
 def catalog(model: str, revision: str | None, context: Context) -> tuple[Catalog, OpenOrigin]:
@@ -87,7 +89,8 @@ def _read(listing: Listing, origin: OpenOrigin, directory: Path | None, context:
         )
     for index in wanted.indexes:
         check_homes(index, [(shard, [t.name for t in headers[shard].tensors]) for shard in index.shards])
-    return Catalog(_holding(listing, wanted, headers), entries, directory)
+    beside = tuple(sorted(wanted.files - wanted.weights - {index.name for index in wanted.indexes}))
+    return Catalog(_holding(listing, wanted, headers), entries, directory, beside)
 
 
 def _header(entry: Entry, origin: OpenOrigin, context: Context) -> Header:
@@ -168,3 +171,11 @@ def member(found: Catalog, origin: OpenOrigin, bell: Bell, context: Context) -> 
         return disk_member(found.directory, found.holding, bell, context, found.entries or None)
     rate = context.settings.max_bandwidth
     return Member("origin", Lifted(origin, Throttle(rate) if rate else None, bell.ring), reserve=True)
+
+
+def files_beside(found: Catalog, origin: OpenOrigin) -> dict[str, Callable[[], bytes]]:
+    """What reads each file that is wanted beside the weights (configuration, tokenizer), by path. Small reads; they block."""
+    if found.directory is not None:
+        place = found.directory
+        return {path: (place / path).read_bytes for path in found.beside if (place / path).is_file()}
+    return {path: functools.partial(origin.read, found.entries[path], READ_LIMIT) for path in found.beside}

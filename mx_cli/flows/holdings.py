@@ -10,11 +10,10 @@ from pathlib import Path
 from mx_cli.base.errors import IntegrityError
 from mx_cli.base.oserrors import explain
 from mx_cli.engine.run import cores
-from mx_cli.engine.verify import read_through
 from mx_cli.flows.context import Context
 from mx_cli.flows.hash_anything import snapshot_manifest
 from mx_cli.flows.identify import identity_records
-from mx_cli.flows.inspect import Inspection
+from mx_cli.flows.inspect import inspect_file
 from mx_cli.flows.request import Request, Wanted
 from mx_cli.flows.select import wanted_of
 from mx_cli.model import header
@@ -93,24 +92,11 @@ def _read_plain(path: Path, directory: Path, context: Context) -> Manifest:
 def _inspect(
     directory: Path, entry: Entry, wanted: Wanted, context: Context
 ) -> tuple[FileRecord, Sequence[TensorDigest] | None]:
-    inspection = Inspection(entry, is_weight=entry.path in wanted.weights)
-
-    def take(view: memoryview) -> None:
-        context.stop.check()
-        inspection.update(view)
-
-    try:
-        with open(directory / entry.path, "rb") as file:
-            size = read_through(file.fileno(), take)
-            if size != entry.size:
-                raise IntegrityError(f"{directory / entry.path}: changed while it was read")
-            inspection.finish()
-            verdict = inspection.verdict(file.fileno(), size)
-    except OSError as error:
-        raise explain(error, f"reading {directory / entry.path}") from None
+    path = directory / entry.path
+    verdict = inspect_file(path, entry, is_weight=entry.path in wanted.weights, stop=context.stop)
     if verdict.warning:
         context.warn(verdict.warning)
-    return FileRecord(entry.path, size, verdict.xxh3, entry.validator, verdict.digests), verdict.rows
+    return FileRecord(entry.path, entry.size or 0, verdict.xxh3, entry.validator, verdict.digests), verdict.rows
 
 
 def _manifest_of(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from mx_cli.base.cancel import Stop
 from mx_cli.base.errors import IntegrityError
+from mx_cli.base.oserrors import explain
 from mx_cli.engine.verify import DigestMismatch, OriginDigest, WholeDigest, new_digest, read_through
 from mx_cli.model import header, json_strict
 from mx_cli.model.digest import Digester, TensorDigest, digester
@@ -104,3 +107,23 @@ class Inspection:
         running = new_digest("md5")
         read_through(fd, running.update)
         return running.hexdigest() == tag
+
+
+def inspect_file(path: Path, entry: Entry, *, is_weight: bool, stop: Stop) -> Verdict:
+    """The verdict on a file of this machine that should be `entry`. Reads all of it; raises what an Inspection raises,
+    IntegrityError for another size, FilesystemRefused, the stop's reason."""
+    inspection = Inspection(entry, is_weight=is_weight)
+
+    def take(view: memoryview) -> None:
+        stop.check()
+        inspection.update(view)
+
+    try:
+        with open(path, "rb") as file:
+            size = read_through(file.fileno(), take)
+            if size != entry.size:
+                raise IntegrityError(f"{path}: changed while it was read")
+            inspection.finish()
+            return inspection.verdict(file.fileno(), size)
+    except OSError as error:
+        raise explain(error, f"reading {path}") from None

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from mx_cli.base.errors import UsageError
-from mx_cli.engine.many import Bell, Member
-from mx_cli.engine.threads import Lifted, Throttle
-from mx_cli.flows.catalog import Catalog, catalog
+from mx_cli.engine.many import Bell
+from mx_cli.flows.catalog import Catalog, catalog, found_config, member
 from mx_cli.flows.context import Context
-from mx_cli.flows.cuts import config_of, cut_of
+from mx_cli.flows.cuts import cut_of
 from mx_cli.flows.in_process import process_context, require_torch
 from mx_cli.flows.mapped import mapped_tensors
-from mx_cli.flows.pull_memory import disk_member, move
+from mx_cli.flows.pull_memory import move
 from mx_cli.flows.pull_tensors import device_number, own_tensors, put_on_gpu
 from mx_cli.flows.ranks import bring, chosen, own_memory, rows_of, twins_of
 from mx_cli.model.holding import HOST, Tensor
 from mx_cli.sources.registry import OpenOrigin
-
-CONFIG = "config.json"
-CONFIG_LIMIT = 16 << 20
 
 
 def load(
@@ -133,20 +129,3 @@ def _load_share(
         return memory.tensors()
     finally:
         origin.close()
-
-
-def found_config(found: Catalog, origin: OpenOrigin) -> Mapping[str, Any] | None:
-    """The checkpoint's config.json, None where there is none. A small read."""
-    if found.directory is not None:
-        path = found.directory / CONFIG
-        return config_of(path.read_bytes() if path.is_file() else None)
-    entry = found.entries.get(CONFIG)
-    return config_of(origin.read(entry, CONFIG_LIMIT) if entry else None)
-
-
-def member(found: Catalog, origin: OpenOrigin, bell: Bell, context: Context) -> Member:
-    """The source of a catalog's bytes: this machine's disk, or the origin."""
-    if found.directory is not None:
-        return disk_member(found.directory, found.holding, bell, context, found.entries or None)
-    rate = context.settings.max_bandwidth
-    return Member("origin", Lifted(origin, Throttle(rate) if rate else None, bell.ring), reserve=True)

@@ -1,9 +1,9 @@
-"""`mx pull`: the weights by the best route: from a peer, from the cache, from the origin."""
+"""`mx pull`: the weights by the best route: from a peer, from the cache, from the origin into it, or past it."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ CHECKPOINT: tuple[str, dict[str, Any]] = ("checkpoint", {})
 
 @dataclass(frozen=True)
 class PullRequest:
-    """`model`: a URI, an identity, or a local model whose twin is wanted. `routes`: of route.NAMES, in order.
+    """`model`: a URI, an identity, or a local model whose twin is wanted. `routes`: of route.NAMES, in order; none: the usual.
 
     `origin`: the URI to fall back to for an identity. `to`: a directory to make instead of a snapshot in the cache.
     """
@@ -43,7 +43,7 @@ class PullRequest:
     revision: str | None = None
     origin: str | None = None
     to: Path | None = None
-    routes: tuple[str, ...] = route.NAMES
+    routes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,8 @@ class Pull:
         self._peering: Peering | None = None
         self.holding: Holding | None = None
         request.wish.check()
-        unknown = [name for name in request.routes if name not in route.NAMES]
-        if unknown or not request.routes:
+        self._cache_lacks = False
+        if unknown := [name for name in request.routes if name not in route.NAMES]:
             raise UsageError(f"not a route (--route {','.join(unknown)}: expected {', '.join(route.NAMES)})")
         identity.refuse_part(request.model)
         # What was asked for, if that is a URI.
@@ -141,12 +141,32 @@ class Pull:
             "peer": self._from_peer,
             "cache": self.from_cache,
             "origin": self.from_origin,
+            route.STREAM: self._from_stream,
         }
-        chosen = [(name, takers[name]) for name in self._request.routes if name != "origin" or self.origin_uri]
-        outcome, attempts = route.first(chosen, self._say)
+        if self._request.to is None and route.STREAM in self._request.routes:
+            raise UsageError("--route stream: past the cache, the files need a place", hint="--to DIR")
+        names = self.routes(route.NAMES if self._request.to else route.BY_CACHE)
+        outcome, attempts = route.first([(name, takers[name]) for name in names], self.say)
         return dataclasses.replace(outcome, attempts=tuple(attempts))
 
-    def _say(self, attempt: Attempt) -> None:
+    def routes(self, usual: Sequence[str]) -> list[str]:
+        """What was asked for, or the usual, without those that need an origin where there is none."""
+        lacking = set() if self.origin_uri else set(route.NAMES) - route.WITHOUT_ORIGIN
+        if self._stream_is_named and self.straight_from:
+            lacking.discard(route.STREAM)
+        return [one for one in self._request.routes or usual if one not in lacking]
+
+    @property
+    def _stream_is_named(self) -> bool:
+        return route.STREAM in self._request.routes and self._request.routes != route.NAMES
+
+    @property
+    def straight_from(self) -> str:
+        """What a stream reads: the origin's URI, or a directory of this machine that was named; empty for neither."""
+        return self.origin_uri or (self._request.model if is_local(self._request.model) else "")
+
+    def say(self, attempt: Attempt) -> None:
+        """Tell which route was taken or not, and why."""
         verb = "taken" if attempt.taken else "not taken"
         self._context.notice(f"route {attempt.route} {verb}: {attempt.reason}")
 
@@ -249,7 +269,11 @@ class Pull:
 
     def from_origin(self) -> Taken[PullOutcome]:
         """The snapshot, fetched where it is not there. Raises what a prefetch raises, Incompatible for other weights."""
-        outcome = self._prefetch(self.origin_uri, self._request.revision, offline=False)
+        try:
+            outcome = self._prefetch(self.origin_uri, self._request.revision, offline=False)
+        except route.OF_THE_CACHE:
+            self._cache_lacks = True
+            raise
         if not self.uri and not set(self.wanted()) & set(outcome.identity.values()):
             raise Incompatible(
                 f"{self.origin_uri} holds other weights ({self._first(outcome)}, expected {self._request.model})",
@@ -258,6 +282,57 @@ class Pull:
         # What another process fetched meanwhile, or what was there, came out of the cache in the end.
         how = "fetched" if outcome.role == "leader" else f"as {outcome.role}"
         return Taken(self._cached(outcome, "origin", self._first(outcome)), f"{self.origin_uri}, {how}")
+
+    # -- stream --------------------------------------------------------------------------------------------------
+
+    def check_stream(self, *, of_a_part: bool = False) -> None:
+        """Raises NotFound where a stream is out of place: what the cache can take is fetched into it, once for all.
+
+        Who names the route gets it, and who wants a part only.
+        """
+        if not (of_a_part or self._stream_is_named or self._cache_lacks):
+            raise NotFound("only where the cache cannot take the weights, or where it is named (--route)")
+        if self._context.settings.offline and self.origin_uri:
+            raise NotFound(f"{self.origin_uri}: offline", hint="run without --offline")
+
+    def accept(self, known: Mapping[str, str]) -> None:
+        """Raises Incompatible where the identities of what comes from the origin (kind -> id) are not the one wanted."""
+        wanted = kind_of(self._request.model)
+        if wanted and known.get(wanted, self._request.model) != self._request.model:
+            raise Incompatible(
+                f"{self.origin_uri} holds other weights ({known[wanted]}, expected {self._request.model})",
+                hint="mx hash MODEL --diff OTHER names what differs",
+            )
+
+    def accept_unread(self, holding: Holding) -> None:
+        """The same before the weights are read: of a content identity nobody can tell then. Raises Incompatible."""
+        known = {one.kind: one.id for one in holding.identities}
+        if kind_of(self._request.model) == "content" and "content" not in known:
+            raise Incompatible(
+                f"whether {self.straight_from} is {self._request.model} is known only when all of it was read",
+                hint="--route origin reads it into the cache first",
+            )
+        self.accept(known)
+
+    def _from_stream(self) -> Taken[PullOutcome]:
+        self.check_stream()
+        assert self._request.to is not None, "checked before"
+        from mx_cli.flows.stream_files import stream_files
+
+        found = stream_files(self.straight_from, self._request.revision, self._request.to, self.accept, self._context)
+        matched = next((one for one in map(found.identity.get, ("content", "origin")) if one), "")
+        outcome = PullOutcome(
+            directory=self._request.to,
+            route="stream",
+            identity=matched,
+            attempts=(),
+            sources=(),
+            bytes_total=found.bytes,
+            bytes_moved=found.moved,
+            seconds=found.seconds,
+            files=found.files,
+        )
+        return Taken(outcome, f"{found.uri}, past the cache")
 
     def _prefetch(self, uri: str, revision: str | None, *, offline: bool) -> Outcome:
         context = offline_context(self._context) if offline else self._context

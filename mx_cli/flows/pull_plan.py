@@ -69,9 +69,7 @@ def plan(request: PullRequest, context: Context) -> Plan:
     }
     choices: list[Choice] = []
     errors: list[MxError] = []
-    for name in request.routes:
-        if name == "origin" and not puller.origin_uri:
-            continue
+    for name in puller.routes(route.BY_CACHE):
         try:
             choices.append(looks[name]())
         except route.FALLS_THROUGH as error:

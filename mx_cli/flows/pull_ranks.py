@@ -9,45 +9,57 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from mx_cli.base.cancel import Stop
-from mx_cli.base.errors import Incompatible, MxError, StillLanding, TransportFailed, UsageError
+from mx_cli.base.errors import Incompatible, IntegrityError, MxError, StillLanding, TransportFailed
 from mx_cli.engine import route
+from mx_cli.engine.buffers import Pool
 from mx_cli.engine.many import Bell
 from mx_cli.engine.route import Taken
+from mx_cli.engine.verify import WholeDigest
+from mx_cli.flows.catalog import catalog, files_beside, found_config, member
 from mx_cli.flows.context import Context
 from mx_cli.flows.cuts import config_of, cut_of
 from mx_cli.flows.holdings import local_holding
 from mx_cli.flows.in_process import merged
 from mx_cli.flows.pull import Pull, PullRequest
-from mx_cli.flows.pull_memory import Moved, Put, Shape, compare_tables, disk_member, place_of, table
+from mx_cli.flows.pull_memory import Moved, Put, Shape, disk_member, place_of, table
 from mx_cli.flows.pull_tensors import Received
-from mx_cli.flows.ranks import Memory, Place, bring, own_memory, rows_between, rows_of, twins_of
+from mx_cli.flows.rank_targets import Choose, Make
+from mx_cli.flows.ranks import Memory, bring, rows_between, rows_of, twins_of
 from mx_cli.flows.share_peers import Offered, SharePeering, offered, twins_among
-from mx_cli.flows.targets import ALIGN, byte_block
 from mx_cli.model import identity
+from mx_cli.model.holding import HOST
 from mx_cli.model.identity import kind_of
+from mx_cli.model.manifest import Manifest
+from mx_cli.model.selection import index_files
 from mx_cli.model.share import Share
 from mx_cli.plan.cover import Uncovered, cover
 from mx_cli.plan.rows import Rows
-from mx_cli.sinks.torch_tensors import Described
 
 POLL = 0.5
 CONFIG = "config.json"
 
-Choose = Callable[[Mapping[str, Shape]], Sequence[str]]
-"""The names to bring, of a table of the rank's own tensors. Raises Incompatible, UsageError."""
-Make = Callable[[Mapping[str, Shape], Mapping[str, Share], Mapping[str, str]], Memory]
-"""Memory for (whole shapes, the rank's shares, twins). Raises NoSpace, Incompatible before anything is written."""
+Keep = Callable[[str, bytes], None]
+"""Takes a small file that is not of the weights: (path, its bytes)."""
 
 
 class RankPull:
     """One pull of a rank's part: routes in order, each starting afresh."""
 
     def __init__(
-        self, request: PullRequest, context: Context, rank: str, rules: Any, choose: Choose, make: Make, put: Put
+        self,
+        request: PullRequest,
+        context: Context,
+        rank: str,
+        rules: Any,
+        choose: Choose,
+        make: Make,
+        put: Put,
+        keep: Keep | None = None,
     ) -> None:
-        self._request, self._context, self._put = request, context, put
+        self._request, self._context, self._put, self._keep = request, context, put, keep
         self._rank, self._rules, self._choose, self._make = rank, rules, choose, make
-        self._puller = Pull(request, context)
+        self.puller = Pull(request, context)
+        self._begun: set[str] = set()
         self._tensors: dict[str, Any] = {}
 
     def run(self) -> tuple[Received, dict[str, Any]]:
@@ -56,37 +68,73 @@ class RankPull:
             "peer": self._from_peers,
             "cache": lambda: self._from_disk("cache"),
             "origin": lambda: self._from_disk("origin"),
+            route.STREAM: self._from_stream,
         }
-        names = [name for name in self._request.routes if name != "origin" or self._puller.origin_uri]
-        received, attempts = route.first([(name, takers[name]) for name in names], self._say)
+        names = self.puller.routes(route.OF_A_PART)
+        received, attempts = route.first([(name, takers[name]) for name in names], self.puller.say)
         return dataclasses.replace(received, attempts=tuple(attempts)), self._tensors
-
-    def _say(self, attempt: route.Attempt) -> None:
-        verb = "taken" if attempt.taken else "not taken"
-        self._context.notice(f"route {attempt.route} {verb}: {attempt.reason}")
 
     def _shares(self, shapes: Mapping[str, Shape], config: Callable[[], Any]) -> dict[str, Share]:
         cut = cut_of(self._rank, self._rules, config)
         shares = cut.shares(shapes)
         local = {name: (shapes[name][0], share.local_shape) for name, share in shares.items()}
-        return {name: shares[name] for name in self._choose(local)}
+        chosen = {name: shares[name] for name in self._choose(local)}
+        if left := sorted(self._begun - chosen.keys()):
+            raise Incompatible(
+                f"it lacks {left[0]}, which another route began to fill", hint="mx_cli.pull() gives new tensors"
+            )
+        return chosen
+
+    def _memory(self, shapes: Mapping[str, Shape], shares: Mapping[str, Share], twins: Mapping[str, str]) -> Memory:
+        """From here on a route may touch the target."""
+        memory = self._make(shapes, shares, twins)
+        self._begun |= shares.keys()
+        return memory
 
     # -- disk ----------------------------------------------------------------------------------------------------
 
     def _from_disk(self, name: str) -> Taken[Received]:
-        taken = self._puller.from_cache() if name == "cache" else self._puller.from_origin()
+        taken = self.puller.from_cache() if name == "cache" else self.puller.from_origin()
         directory = taken.result.directory
         holding = local_holding(directory, self._context)
         shapes = table(holding)
         file = directory / CONFIG
         shares = self._shares(shapes, lambda: config_of(file.read_bytes() if file.is_file() else None))
-        memory = self._make(shapes, shares, twins_of(holding, shapes, shares))
+        memory = self._memory(shapes, shares, twins_of(holding, shapes, shares))
         bell = Bell()
         members = [disk_member(directory, holding, bell, self._context)]
         rows = rows_of(holding, shapes, shares, memory.places)
         moved = bring(holding, rows, members, bell, self._context, self._put, memory)
+        if self._keep:
+            for path in _beside(holding.manifest):
+                self._keep(path, (directory / path).read_bytes())
         self._tensors = memory.tensors()
         return Taken(self._received(name, shares, holding.kinds, [moved], holding.version), taken.reason)
+
+    # -- stream --------------------------------------------------------------------------------------------------
+
+    def _from_stream(self) -> Taken[Received]:
+        """From the origin past the cache, or from a directory as it is. Only a snapshot's digests are known."""
+        self.puller.check_stream(of_a_part=True)
+        found, origin = catalog(self.puller.straight_from, self._request.revision, self._context)
+        try:
+            holding = found.holding
+            self.puller.accept_unread(holding)
+            shapes = table(holding)
+            shares = self._shares(shapes, lambda: found_config(found, origin))
+            memory = self._memory(shapes, shares, twins_of(holding, shapes, shares))
+            rows = rows_of(holding, shapes, shares, memory.places)
+            bell = Bell()
+            members = [member(found, origin, bell, self._context)]
+            moved = bring(holding, rows, members, bell, self._context, self._put, memory, found.entries)
+            if self._keep:
+                for path, read in files_beside(found, origin).items():
+                    self._keep(path, read())
+            self._tensors = memory.tensors()
+            reason = f"{origin.uri}, past the cache"
+            return Taken(self._received(route.STREAM, shares, holding.kinds, [moved], holding.version), reason)
+        finally:
+            origin.close()
 
     # -- peers ---------------------------------------------------------------------------------------------------
 
@@ -94,15 +142,17 @@ class RankPull:
         """The weights whole, and sets of peers that have them in parts."""
         if kind_of(self._request.model):
             return [self._request.model]
-        known = self._puller.identities()
+        known = self.puller.identities()
         return [one.id for one in known] + [identity.of_shares(one).id for one in known if one.kind == "origin"]
 
     def _from_peers(self) -> Taken[Received]:
         peering = SharePeering(self._context, self._wanted(), self._request.wish)
         try:
             found, shares = peering.find_set(self._context.settings.wait or 0.0, self._agreed)
-            memory = self._make(found.shapes, shares, twins_among(found, shares))
+            memory = self._memory(found.shapes, shares, twins_among(found, shares))
             moved = _Set(found, shares, memory, peering, self._context, self._put).move()
+            if self._keep:
+                self._keep_from(found, peering)
             peering.check_all()
             self._tensors = memory.tensors()
             kinds = {name: kind for group in found.groups for name, kind in group.holding.kinds.items()}
@@ -112,6 +162,32 @@ class RankPull:
             return Taken(self._received("peer", shares, kinds, moved, version), paths)
         finally:
             peering.close()
+
+    def _keep_from(self, found: Offered, peering: SharePeering) -> None:
+        """The small files of a checkpoint, where a peer has them: those that hold tensors only have none."""
+        assert self._keep is not None
+        for group in found.groups:
+            records = [group.holding.manifest.record(path) for path in _beside(group.holding.manifest)]
+            sizes = {record.path: record.size for record in records if record}
+            if not sizes:
+                continue
+            pool = Pool(sum(sizes.values()))
+            starts = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
+            rows = [
+                Rows(path, 0, size, 1, max(1, size), pool.address + starts[path], size, HOST)
+                for path, size in sizes.items()
+            ]
+            memory = Memory({}, [(pool.address, pool.size, HOST)], dict, pool)
+            bell = Bell()
+            members = peering.members_of(group, bell, memory.regions)
+            bring(group.holding, rows, members, bell, self._context, None, memory)
+            for record in records:
+                assert record is not None
+                data = bytes(pool.view[starts[record.path] : starts[record.path] + record.size])
+                if WholeDigest.of(data) != record.xxh3:
+                    raise IntegrityError(f"{record.path}: not what the peers' manifest says")
+                self._keep(record.path, data)
+            return
 
     def _agreed(self, groups: Sequence[Any]) -> tuple[Offered, dict[str, Share]]:
         """Raises Incompatible unless the groups together have all that is wanted."""
@@ -140,6 +216,12 @@ class RankPull:
             version,
             sum(one.extra for one in moved),
         )
+
+
+def _beside(manifest: Manifest) -> list[str]:
+    """The files beside the weights: configuration, tokenizer. What lists the weights' files says nothing of a part."""
+    indexes = set(index_files([record.path for record in manifest.files]))
+    return [record.path for record in manifest.files if record.path not in {*manifest.weights, *indexes}]
 
 
 def _parts(
@@ -250,93 +332,3 @@ class _Set:
 def _stop(work: Stop, outer: Stop) -> None:
     if outer.reason:
         work.request(outer.reason)
-
-
-# --- where the tensors are --------------------------------------------------------------------------------------------
-
-
-def own(names: Sequence[str] | None, device: int) -> tuple[Choose, Make]:
-    """Tensors of this process's own: `names`, None for all."""
-
-    def choose(local: Mapping[str, Shape]) -> Sequence[str]:
-        if names is not None and (lacking := sorted(set(names) - local.keys())):
-            raise UsageError(f"no such tensors: {', '.join(lacking[:5])}")
-        return sorted(local if names is None else names)
-
-    def make(shapes: Mapping[str, Shape], shares: Mapping[str, Share], twins: Mapping[str, str]) -> Memory:
-        return own_memory(shapes, shares, twins, device)
-
-    return choose, make
-
-
-def into(described: Sequence[Described], *, allow_missing: bool, allow_extra: bool) -> tuple[Choose, Make]:
-    """Tensors that are there: those that lie in one run get their bytes directly, others by a copy."""
-
-    def choose(local: Mapping[str, Shape]) -> Sequence[str]:
-        present = {_memory(one) for one in described if one.name in local}
-        wanted: dict[str, Shape] = {
-            one.name: (one.dtype, one.shape) for one in described if one.name in local or _memory(one) not in present
-        }
-        return compare_tables(local, wanted, allow_missing=allow_missing, allow_extra=allow_extra)
-
-    def make(shapes: Mapping[str, Shape], shares: Mapping[str, Share], twins: Mapping[str, str]) -> Memory:
-        return _target(_distinct([one for one in described if one.name in shares], twins))
-
-    return choose, make
-
-
-def _memory(one: Described) -> object:
-    return one.tensor.data_ptr(), one.tensor.stride(), one.shape, one.dtype, one.device
-
-
-def _distinct(described: Sequence[Described], twins: Mapping[str, str]) -> list[Described]:
-    """One of each memory. Raises Incompatible where the source has different bytes for it, or where some overlaps."""
-    kept: dict[object, Described] = {}
-    for one in described:
-        first = kept.setdefault(_memory(one) if one.size else one.name, one)
-        if first is not one and twins.get(one.name, one.name) != twins.get(first.name, first.name):
-            raise _torn(first.name, one.name)
-    found = sorted(kept.values(), key=lambda one: (one.device, one.tensor.data_ptr()))
-    for before, after in itertools.pairwise(one for one in found if one.size):
-        if before.device == after.device and after.tensor.data_ptr() < _reach(before):
-            raise _torn(before.name, after.name)
-    return found
-
-
-def _reach(one: Described) -> int:
-    steps = zip(one.tensor.shape, one.tensor.stride(), strict=True)
-    return int(one.tensor.data_ptr() + (1 + sum((size - 1) * step for size, step in steps)) * one.tensor.element_size())
-
-
-def _torn(name: str, other: str) -> Incompatible:
-    return Incompatible(
-        f"tensors do not agree: {name} and {other} share memory here, and differ at the source",
-        hint="untie them, or mx_cli.pull() gives new tensors",
-    )
-
-
-def _target(described: Sequence[Described]) -> Memory:
-    from mx_cli.sinks.torch_tensors import tensor_of
-
-    places = {one.name: Place(one.address, one.device) for one in described if not one.packed}
-    regions = [(one.address, one.size, one.device) for one in described if not one.packed and one.size]
-    copies: list[tuple[Described, Any]] = []
-    for device in sorted({one.device for one in described if one.packed}):
-        scattered = [one for one in described if one.packed and one.device == device]
-        ends = list(itertools.accumulate((-(-one.size // ALIGN) * ALIGN for one in scattered), initial=0))
-        block = byte_block(device, ends[-1])
-        regions.append((block.data_ptr(), ends[-1], device))
-        for one, at in zip(scattered, ends, strict=False):
-            places[one.name] = Place(block.data_ptr() + at, device)
-            copies.append((one, tensor_of(block, at, one.dtype, one.shape)))
-
-    def finish() -> dict[str, Any]:
-        import torch
-
-        # Tensors made in inference mode accept changes only there.
-        with torch.inference_mode():
-            for one, bytes_there in copies:
-                one.tensor.copy_(bytes_there)
-        return {}
-
-    return Memory(places, regions, finish, described)

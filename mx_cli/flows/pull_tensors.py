@@ -11,7 +11,7 @@ from mx_cli.base.errors import Incompatible, UsageError
 from mx_cli.engine import route
 from mx_cli.engine.many import Bell, Member
 from mx_cli.engine.route import Attempt, Taken
-from mx_cli.flows.catalog import catalog
+from mx_cli.flows.catalog import catalog, member
 from mx_cli.flows.context import Context
 from mx_cli.flows.data_path import Wish
 from mx_cli.flows.holdings import local_holding
@@ -22,7 +22,7 @@ from mx_cli.flows.pull import Pull, PullRequest
 from mx_cli.flows.pull_memory import Moved, Put, Shape, compare, disk_member, move, table
 from mx_cli.flows.targets import Layout, byte_block, filled_by_twins, layout_of, packed, pieces_of
 from mx_cli.model.holding import HOST, Extent, Holding, joined
-from mx_cli.model.identity import kind_of
+from mx_cli.model.manifest import Entry
 
 
 @dataclass(frozen=True)
@@ -53,33 +53,30 @@ class IntoMemory:
 
     def __init__(self, request: PullRequest, context: Context, make: MakeLayout, put: Put | None) -> None:
         self._request, self._context, self._make, self._put = request, context, make, put
-        self._puller = Pull(request, context, known=(*route.NAMES, route.STREAM))
+        self._puller = Pull(request, context)
+        self._begun: set[str] = set()
 
     def run(self) -> Received:
         takers: dict[str, Callable[[], Taken[Received]]] = {
             "peer": self._from_peer,
             "cache": lambda: self._from_disk("cache"),
             "origin": lambda: self._from_disk("origin"),
-            route.STREAM: self._straight,
+            route.STREAM: self._from_stream,
         }
-        names = [name for name in self._request.routes if name != "origin" or self._puller.origin_uri]
-        received, attempts = route.first([(name, takers[name]) for name in names], self._say)
+        names = self._puller.routes(route.NAMES)
+        received, attempts = route.first([(name, takers[name]) for name in names], self._puller.say)
         return dataclasses.replace(received, attempts=tuple(attempts))
-
-    def _say(self, attempt: Attempt) -> None:
-        verb = "taken" if attempt.taken else "not taken"
-        self._context.notice(f"route {attempt.route} {verb}: {attempt.reason}")
 
     def _from_peer(self) -> Taken[Received]:
         wait = self._context.settings.wait or 0.0
         peering = Peering(self._context, self._puller.wanted(), self._request.wish)
         try:
             group = peering.find(wait)
-            layout = self._make(named_by_part(group.holding))
+            layout = self._layout(named_by_part(group.holding))
             bell = Bell()
             regions = merged([(row.address, row.length, row.device) for row in layout.targets])
             members = peering.members(bell, regions)
-            moved = move(group.holding, layout.targets, members, bell, self._context, self._put, layout)
+            moved = self._move(group.holding, layout, members, bell)
             peering.check_versions()
             layout.finish()
             paths = ", ".join(f"{peer.address} by {peer.path}" for peer in group.peers if peer.path)
@@ -92,34 +89,46 @@ class IntoMemory:
         taken = self._puller.from_cache() if name == "cache" else self._puller.from_origin()
         directory = taken.result.directory
         holding = local_holding(directory, self._context)
-        layout = self._make(named_by_part(holding))
+        layout = self._layout(named_by_part(holding))
         bell = Bell()
-        members: list[Member] = [disk_member(directory, holding, bell, self._context)]
-        moved = move(holding, layout.targets, members, bell, self._context, self._put, layout)
+        moved = self._move(holding, layout, [disk_member(directory, holding, bell, self._context)], bell)
         layout.finish()
         return Taken(self._received(name, holding, layout, moved), taken.reason)
 
-    def _straight(self) -> Taken[Received]:
-        """From a directory as it is, or from the origin of a URI. Digests are known of snapshots only."""
-        from mx_cli.flows.load import member
-
-        uri = self._puller.uri or self._request.model
-        if kind_of(uri):
-            raise Incompatible(
-                f"{uri} is known of weights once all of them were read", hint="routes=['origin'] and origin=URI"
-            )
-        found, origin = catalog(uri, self._request.revision, self._context)
+    def _from_stream(self) -> Taken[Received]:
+        """From the origin past the cache, or from a directory as it is. Only a snapshot's digests are known."""
+        self._puller.check_stream()
+        found, origin = catalog(self._puller.straight_from, self._request.revision, self._context)
         try:
-            layout = self._make(found.holding)
+            self._puller.accept_unread(found.holding)
+            layout = self._layout(found.holding)
             bell = Bell()
-            sources = [member(found, origin, bell, self._context)]
-            moved = move(
-                found.holding, layout.targets, sources, bell, self._context, self._put, layout, found.entries
-            )
+            moved = self._move(found.holding, layout, [member(found, origin, bell, self._context)], bell, found.entries)
             layout.finish()
-            return Taken(self._received(route.STREAM, found.holding, layout, moved), f"read from {origin.uri}")
+            reason = f"{origin.uri}, past the cache"
+            return Taken(self._received(route.STREAM, found.holding, layout, moved), reason)
         finally:
             origin.close()
+
+    def _layout(self, holding: Holding) -> Layout:
+        """Raises Incompatible where a part of what another route began to fill would stay as that one left it."""
+        layout = self._make(holding)
+        if left := sorted(self._begun - set(layout.names)):
+            raise Incompatible(
+                f"it lacks {left[0]}, which another route began to fill", hint="mx_cli.pull() gives new tensors"
+            )
+        return layout
+
+    def _move(
+        self,
+        holding: Holding,
+        layout: Layout,
+        members: Sequence[Member],
+        bell: Bell,
+        entries: Mapping[str, Entry] | None = None,
+    ) -> Moved:
+        self._begun |= set(layout.names)
+        return move(holding, layout.targets, members, bell, self._context, self._put, layout, entries)
 
     def _received(self, name: str, holding: Holding, layout: Layout, moved: Moved) -> Received:
         kinds = layout.kinds or holding.kinds
@@ -157,7 +166,7 @@ def pull_into(
     peers: Sequence[str] = (),
     path: str = "auto",
     require: Sequence[str] = (),
-    routes: Sequence[str] = route.NAMES,
+    routes: Sequence[str] = (),
     allow_missing: bool = False,
     allow_extra: bool = False,
     all_buffers: bool = False,
@@ -172,8 +181,10 @@ def pull_into(
     unless `all_buffers`. Bytes go straight to where the tensors are, without a second copy. Only tensors that are scattered
     over memory get one for the time being, and those that are tied at the source and not here. Tied tensors stay tied.
 
-    `routes` are tried in this order: `peer` (those that discovery finds, or only `peers`, HOST:PORT each), `cache`,
-    `origin` (the URI, or `origin` for an identity). `path`: auto, nixl-read or socket. `require`: rdma, encrypted.
+    `routes` are tried in this order, by default the one here: `peer` (those that discovery finds, or only `peers`, HOST:PORT
+    each), `cache`, `origin` (the URI, or `origin` for an identity, fetched into the cache, where it is for all), `stream`
+    (the same past the cache: by default only where the cache cannot take the weights; of a rank instead of `origin`). Its
+    bytes are what the store gave; digests are known only of the other routes. `path`: auto, nixl-read or socket. `require`: rdma, encrypted.
     `settings`: as in `mx config`, such as `wait`, `discovery`, `cache_dir`, `peer_token_file`.
 
     `rank` (r/n, from 0): the target holds that rank's part of each tensor, by `rules` as in `load`. Besides peers that have
@@ -192,7 +203,8 @@ def pull_into(
     context = process_context(settings)
     request = request_of(model, revision, origin, peers, path, require, routes)
     if rank is not None:
-        from mx_cli.flows.pull_ranks import RankPull, into
+        from mx_cli.flows.pull_ranks import RankPull
+        from mx_cli.flows.rank_targets import into
 
         choose, memory = into(described, allow_missing=allow_missing, allow_extra=allow_extra)
         return RankPull(request, context, rank, rules, choose, memory, put_on_gpu()).run()[0]
@@ -221,7 +233,7 @@ def pull(
     peers: Sequence[str] = (),
     path: str = "auto",
     require: Sequence[str] = (),
-    routes: Sequence[str] = route.NAMES,
+    routes: Sequence[str] = (),
     rank: str | None = None,
     rules: Any = None,
     **settings: Any,
@@ -237,7 +249,8 @@ def pull(
     index = device_number(device)
     request = request_of(model, revision, origin, peers, path, require, routes)
     if rank is not None:
-        from mx_cli.flows.pull_ranks import RankPull, own
+        from mx_cli.flows.pull_ranks import RankPull
+        from mx_cli.flows.rank_targets import own
 
         return RankPull(request, context, rank, rules, *own(names, index), put_on_gpu()).run()[1]
     if rules is not None:

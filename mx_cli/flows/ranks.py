@@ -21,6 +21,7 @@ from mx_cli.model.share import Share
 from mx_cli.plan.blocks import aligned
 from mx_cli.plan.boxes import overlap
 from mx_cli.plan.rows import COPY_ALONG, READ_ALONG, Rows, spans_to_read, wanted_within
+from mx_cli.sinks.part_files import PartFilesSink
 from mx_cli.sinks.rows import RowsSink
 from mx_cli.transport.peer import ITEM
 
@@ -50,13 +51,19 @@ class Place:
 class Memory:
     """Memory for a rank's tensors, by name; `regions` of it are (address, length, device), and `keep` keeps it alive.
 
-    `tensors`, called when the bytes are there, hands them out.
+    `tensors`, called when the bytes are there, hands them out. With `fds` the places are in these files: a place's `device`
+    is an index of them, its `address` a byte of that file.
     """
 
     places: dict[str, Place]
     regions: list[tuple[int, int, int]]
     tensors: Callable[[], dict[str, Any]]
     keep: object
+    fds: tuple[int, ...] = ()
+
+    def sink(self, rows: Sequence[Rows], copy_along: int, put: Put | None) -> RowsSink:
+        """Takes the rows to their places."""
+        return PartFilesSink(rows, self.fds) if self.fds else RowsSink(rows, copy_along, put)
 
 
 def own_memory(
@@ -148,7 +155,7 @@ def bring(
     bell: Bell,
     context: Context,
     put: Put | None,
-    memory: object,
+    memory: Memory,
     entries: Mapping[str, Entry] | None = None,
     *,
     many_runs: bool = False,
@@ -159,7 +166,7 @@ def bring(
     gaps of COPY_ALONG are. `extra` of the answer counts the bytes that were read and not wanted.
     """
     copy_along = COPY_ALONG if many_runs else READ_ALONG
-    sink = RowsSink(rows, copy_along, put)
+    sink = memory.sink(rows, copy_along, put)
     items = items_of(holding, rows, sink, entries or {})
     extra = sum(_extra(sink, item, many_runs) for item in items)
     moved = carry(items, sink, members, bell, context, memory)

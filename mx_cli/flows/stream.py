@@ -14,10 +14,10 @@ from mx_cli.engine.many import Bell, Many, Member
 from mx_cli.engine.meter import Meter
 from mx_cli.engine.ports import ReadItem
 from mx_cli.engine.run import Limits, Transfer, cores
-from mx_cli.flows.catalog import Catalog, catalog
+from mx_cli.flows.catalog import Catalog, catalog, member
 from mx_cli.flows.context import Context
 from mx_cli.flows.in_process import process_context, require_torch
-from mx_cli.flows.load import chosen_tensors, member
+from mx_cli.flows.load import chosen_tensors
 from mx_cli.flows.pull_memory import close
 from mx_cli.flows.pull_tensors import device_number
 from mx_cli.model.holding import HOST, Tensor

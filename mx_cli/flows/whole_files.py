@@ -65,7 +65,8 @@ class WholeFiles:
         context = self._context
         gate = context.gates[source.caps.host]
         transfer = Transfer(source, sink, limits, gate, self.meter, context.stop, context.on_retry)
-        rows = (items_of(entry, [], source.caps.item_size, source.caps) for entry in todo)
+        size = min(context.settings.range_size, source.caps.item_size)
+        rows = (items_of(entry, [], size, source.caps) for entry in todo)
         try:
             transfer.run(interleave(rows, FILES_AT_ONCE))
             sink.wait(context.stop)

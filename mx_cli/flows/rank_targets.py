@@ -1,0 +1,106 @@
+"""Where a rank's tensors go: memory of this process, new or there already."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mx_cli.base.errors import Incompatible, UsageError
+from mx_cli.flows.pull_memory import Shape, compare_tables
+from mx_cli.flows.ranks import Memory, Place, own_memory
+from mx_cli.flows.targets import ALIGN, byte_block
+from mx_cli.model.share import Share
+from mx_cli.sinks.torch_tensors import Described
+
+Choose = Callable[[Mapping[str, Shape]], Sequence[str]]
+"""The names to bring, of a table of the rank's own tensors. Raises Incompatible, UsageError."""
+Make = Callable[[Mapping[str, Shape], Mapping[str, Share], Mapping[str, str]], Memory]
+"""Memory for (whole shapes, the rank's shares, twins). Raises NoSpace, Incompatible before anything is written."""
+
+
+def own(names: Sequence[str] | None, device: int) -> tuple[Choose, Make]:
+    """Tensors of this process's own: `names`, None for all."""
+
+    def choose(local: Mapping[str, Shape]) -> Sequence[str]:
+        if names is not None and (lacking := sorted(set(names) - local.keys())):
+            raise UsageError(f"no such tensors: {', '.join(lacking[:5])}")
+        return sorted(local if names is None else names)
+
+    def make(shapes: Mapping[str, Shape], shares: Mapping[str, Share], twins: Mapping[str, str]) -> Memory:
+        return own_memory(shapes, shares, twins, device)
+
+    return choose, make
+
+
+def into(described: Sequence[Described], *, allow_missing: bool, allow_extra: bool) -> tuple[Choose, Make]:
+    """Tensors that are there: those that lie in one run get their bytes directly, others by a copy."""
+
+    def choose(local: Mapping[str, Shape]) -> Sequence[str]:
+        present = {_memory(one) for one in described if one.name in local}
+        wanted: dict[str, Shape] = {
+            one.name: (one.dtype, one.shape) for one in described if one.name in local or _memory(one) not in present
+        }
+        return compare_tables(local, wanted, allow_missing=allow_missing, allow_extra=allow_extra)
+
+    def make(shapes: Mapping[str, Shape], shares: Mapping[str, Share], twins: Mapping[str, str]) -> Memory:
+        return _target(_distinct([one for one in described if one.name in shares], twins))
+
+    return choose, make
+
+
+def _memory(one: Described) -> object:
+    return one.tensor.data_ptr(), one.tensor.stride(), one.shape, one.dtype, one.device
+
+
+def _distinct(described: Sequence[Described], twins: Mapping[str, str]) -> list[Described]:
+    """One of each memory. Raises Incompatible where the source has different bytes for it, or where some overlaps."""
+    kept: dict[object, Described] = {}
+    for one in described:
+        first = kept.setdefault(_memory(one) if one.size else one.name, one)
+        if first is not one and twins.get(one.name, one.name) != twins.get(first.name, first.name):
+            raise _torn(first.name, one.name)
+    found = sorted(kept.values(), key=lambda one: (one.device, one.tensor.data_ptr()))
+    for before, after in itertools.pairwise(one for one in found if one.size):
+        if before.device == after.device and after.tensor.data_ptr() < _reach(before):
+            raise _torn(before.name, after.name)
+    return found
+
+
+def _reach(one: Described) -> int:
+    steps = zip(one.tensor.shape, one.tensor.stride(), strict=True)
+    return int(one.tensor.data_ptr() + (1 + sum((size - 1) * step for size, step in steps)) * one.tensor.element_size())
+
+
+def _torn(name: str, other: str) -> Incompatible:
+    return Incompatible(
+        f"tensors do not agree: {name} and {other} share memory here, and differ at the source",
+        hint="untie them, or mx_cli.pull() gives new tensors",
+    )
+
+
+def _target(described: Sequence[Described]) -> Memory:
+    from mx_cli.sinks.torch_tensors import tensor_of
+
+    places = {one.name: Place(one.address, one.device) for one in described if not one.packed}
+    regions = [(one.address, one.size, one.device) for one in described if not one.packed and one.size]
+    copies: list[tuple[Described, Any]] = []
+    for device in sorted({one.device for one in described if one.packed}):
+        scattered = [one for one in described if one.packed and one.device == device]
+        ends = list(itertools.accumulate((-(-one.size // ALIGN) * ALIGN for one in scattered), initial=0))
+        block = byte_block(device, ends[-1])
+        regions.append((block.data_ptr(), ends[-1], device))
+        for one, at in zip(scattered, ends, strict=False):
+            places[one.name] = Place(block.data_ptr() + at, device)
+            copies.append((one, tensor_of(block, at, one.dtype, one.shape)))
+
+    def finish() -> dict[str, Any]:
+        import torch
+
+        # Tensors made in inference mode accept changes only there.
+        with torch.inference_mode():
+            for one, bytes_there in copies:
+                one.tensor.copy_(bytes_there)
+        return {}
+
+    return Memory(places, regions, finish, described)
