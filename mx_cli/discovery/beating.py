@@ -12,37 +12,55 @@ from mx_cli.engine.ports import Directory
 from mx_cli.model.record import DRAINING, Record
 
 PATIENCE = 5.0
-"""Seconds for which a directory that hangs may hold up the end of a peer."""
+"""Seconds for which a directory that hangs may hold up the start or the end of a peer."""
 
 
 class Beating:
     """Publishes a record and beats in a thread, until it is closed. Outlives every failure of the directory.
 
     `record` gives the present state and is called from the thread; its name, generation and address stay the same.
-    `warn` is called once for a directory that fails, and again only after it worked in between.
+    `warn` is called once for a directory that fails or hangs, and again only after it worked in between. `broken` is told
+    of a bug, with which the thread ends.
     """
 
     def __init__(
-        self, directory: Directory, record: Callable[[], Record], interval: float, warn: Callable[[str], None]
+        self,
+        directory: Directory,
+        record: Callable[[], Record],
+        interval: float,
+        warn: Callable[[str], None],
+        broken: Callable[[BaseException], None],
     ) -> None:
         """`interval`: seconds between two beats."""
-        self._directory, self._record, self._interval, self._warn = directory, record, interval, warn
+        self._directory, self._record, self._interval = directory, record, interval
+        self._warn, self._broken = warn, broken
         self._changed = threading.Condition()
-        self._asked = 0
+        self._asked = 1
         self._answered = 0
+        self._starting = True
+        self._refusal: UsageError | None = None
         self._draining = False
         self._closed = False
-        self._published = False
+        self._shown: Record | None = None
         self._failed = False
         self._thread = threading.Thread(target=self._run, name="beat", daemon=True)
 
     def start(self) -> None:
-        """Publish. Blocks; call it once. Raises UsageError when the name belongs to another peer that lives.
+        """Publish. Blocks for PATIENCE; call it once. Raises UsageError when the name belongs to another peer that lives.
 
-        Any other failure is warned of, and tried again at each beat.
+        Any other failure is warned of, and tried again at each beat. So is a directory that hangs: its answer counts
+        whenever it comes.
         """
-        self._beat(refuse=True)
-        self._thread.start()
+        with self._changed:
+            self._thread.start()
+            in_time = self._changed.wait_for(lambda: self._answered or self._closed, PATIENCE)
+            self._starting = False
+            hangs = not in_time and not self._failed
+            self._failed = self._failed or hangs
+        if self._refusal:
+            raise self._refusal
+        if hangs:
+            self._warn(f"peers may not find this one: {self._directory} has not answered within {PATIENCE:g} s")
 
     def beat_now(self) -> None:
         """The state has changed: beat without waiting for the next turn. Does not block."""
@@ -62,20 +80,30 @@ class Beating:
 
     def close(self) -> None:
         """Remove the record and end. Idempotent; blocks for PATIENCE."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._end()
         if self._thread.is_alive():
             self._thread.join(PATIENCE)
 
     def _run(self) -> None:
-        while self._wait_for_turn():
-            asked = self._asked
-            self._beat()
-            with self._changed:
-                self._answered = asked
-                self._changed.notify_all()
-        self._try(lambda: self._directory.remove(self._record()))
+        try:
+            while self._wait_for_turn():
+                asked = self._asked
+                self._beat()
+                with self._changed:
+                    self._answered = asked
+                    self._changed.notify_all()
+            if not self._refusal:
+                self._try(lambda: self._directory.remove(self._record()))
+        except BaseException as bug:  # noqa: BLE001 - whoever beats no more must be missed
+            self._end()
+            self._broken(bug)
+            if shown := self._shown:
+                self._try(lambda: self._directory.remove(shown))
+
+    def _end(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
     def _wait_for_turn(self) -> bool:
         """Whether to beat once more."""
@@ -83,21 +111,23 @@ class Beating:
             self._changed.wait_for(lambda: self._closed or self._asked > self._answered, self._interval)
             return not self._closed
 
-    def _beat(self, *, refuse: bool = False) -> None:
+    def _beat(self) -> None:
         record = dataclasses.replace(self._record(), beaten=round(time.time(), 3))
         if self._draining:
             record = dataclasses.replace(record, state=DRAINING)
         # Until it is there for the first time it may take the place of an earlier life.
-        show = self._directory.beat if self._published else self._directory.publish
-        if self._try(lambda: show(record), refuse=refuse):
-            self._published, self._failed = True, False
+        show = self._directory.beat if self._shown else self._directory.publish
+        if self._try(lambda: show(record)):
+            self._shown, self._failed = record, False
 
-    def _try(self, act: Callable[[], None], *, refuse: bool = False) -> bool:
+    def _try(self, act: Callable[[], None]) -> bool:
         try:
             act()
         except MxError as error:
-            if refuse and isinstance(error, UsageError):
-                raise
+            with self._changed:
+                if self._starting and isinstance(error, UsageError):
+                    self._refusal, self._closed = error, True
+                    return False
             if not self._failed:
                 self._warn(f"peers may not find this one: {error.what}")
             self._failed = True

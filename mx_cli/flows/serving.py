@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mx_cli.base.address import join_address, split_address
-from mx_cli.base.errors import NotFound, Unreachable, UsageError
+from mx_cli.base.errors import MxError, NotFound, Unreachable, UsageError
 from mx_cli.base.interfaces import reachable
 from mx_cli.base.version import VERSION
 from mx_cli.discovery.beating import Beating
@@ -71,6 +72,7 @@ class Serving:
         self._held: Held | None = None
         self._beating: Beating | None = None
         self._started = time.time()
+        self._ending = threading.Lock()
         known = trust.accepted(context, offer.listen)
         if offer.tls_key and not offer.tls_cert:
             raise UsageError("--tls-key without --tls-cert")
@@ -81,7 +83,7 @@ class Serving:
             self.control = Control(
                 self, known, certificate.sha256, offer.slots, context.settings.grant_ttl, lambda: bool(self._beating)
             )
-            self._door = Door(listener, certificate.context, self.control.handle, is_data)
+            self._door = Door(listener, certificate.context, self.control.handle, is_data, self._report, self._break)
         except BaseException:
             listener.close()
             raise
@@ -107,9 +109,6 @@ class Serving:
             raise Unreachable("this peer is loading its weights", retry_after=1.0)
         return self._held.access()
 
-    def released(self, grant: str) -> None:
-        """Memory stays registered: only the slot is free again."""
-
     def read(self, file: str, offset: int, length: int) -> Iterator[memoryview]:
         if self._held is None:
             raise NotFound(f"no such file here: {file}")
@@ -131,7 +130,7 @@ class Serving:
             return
         settings = self._context.settings
         directory = open_directory(settings.discovery, self._context.cache().root, settings.record_beat)
-        beating = Beating(directory, self.record, settings.record_beat, self._context.warn)
+        beating = Beating(directory, self.record, settings.record_beat, self._context.warn, self._break)
         beating.start()
         self._beating = beating
 
@@ -177,27 +176,40 @@ class Serving:
             }
         )
 
+    def _report(self, bug: Exception) -> None:
+        self._context.warn(f"a bug in mx, in the answer to a reader: {type(bug).__name__}: {bug}")
+
+    def _break(self, bug: BaseException) -> None:
+        """A peer that is only half alive is none: it ends, and so does a command that waits for its stop."""
+        error = MxError(f"a bug in mx, this peer ends: {type(bug).__name__}: {bug}")
+        self._context.warn(error.what)
+        self._context.stop.request(error)
+        # The thread that breaks is one of those that `close` waits for.
+        threading.Thread(target=self.close, name="peer-ends", daemon=True).start()
+
     def drain(self, seconds: float) -> list[str]:
         """Stop being listed first, then wait for the readers that are there. Those that were still reading, by name."""
-        if self._beating:
-            self._beating.drain()
+        beating = self._beating
+        if beating:
+            beating.drain()
         late = self.control.drain(seconds)
-        if self._beating:
-            self._beating.close()
+        if beating:
+            beating.close()
             self._beating = None
         return late
 
     def close(self) -> None:
-        """End everything at once. Idempotent."""
-        _lives.discard(self.generation)
-        if self._beating:
-            self._beating.close()
-            self._beating = None
-        self.control.drain(0.0)
-        self._door.close()
-        if self._held:
-            self._held.close()
-            self._held = None
+        """End everything at once. Idempotent, from any thread."""
+        with self._ending:
+            _lives.discard(self.generation)
+            if self._beating:
+                self._beating.close()
+                self._beating = None
+            self.control.drain(0.0)
+            self._door.close()
+            if self._held:
+                self._held.close()
+                self._held = None
 
     def _advertised(self, listener: socket.socket) -> str:
         """The address for others. Of a listener on all addresses, the one that other machines reach this one by."""

@@ -55,9 +55,6 @@ class Holder(Protocol):
     def access(self, reader: Mapping[str, Any]) -> dict[str, Any]:
         """The body of a new grant. `reader` holds what the reader says of itself, and the grant's id under `grant`."""
 
-    def released(self, grant: str) -> None:
-        """The grant ended or expired."""
-
     def read(self, file: str, offset: int, length: int) -> Iterator[memoryview]:
         """Bytes of a file in pieces of a few MiB. Raises NotFound."""
 
@@ -87,7 +84,7 @@ class Control:
         self._holder = holder
         self._handshake = Handshake(secrets, certificate, holder.generation, clock)
         self._published = published
-        self.grants = Grants(slots, ttl, holder.released, clock)
+        self.grants = Grants(slots, ttl, clock)
         self._paused = ""
         self._lock = threading.Lock()
         self._packing = threading.Lock()

@@ -73,7 +73,8 @@ class Door:
     """Serves `handle` on a listening socket. `handle` runs in many threads and may block; an MxError from it is a bug.
 
     `is_data(request)` says which requests carry bulk data: they have threads of their own, so that they starve no
-    others. The certificate's private key is in `context`.
+    others. The certificate's private key is in `context`. `report` is told of bugs in single answers, which end no more
+    than their connections; `broken` of one that ends the door itself: nobody is let in any more.
     """
 
     def __init__(
@@ -82,8 +83,11 @@ class Door:
         context: ssl.SSLContext,
         handle: Handle,
         is_data: Callable[[Request], bool],
+        report: Callable[[Exception], None],
+        broken: Callable[[BaseException], None],
         limits: Limits | None = None,
     ) -> None:
+        self._report, self._broken = report, broken
         self._listener = listener
         self._context = context
         self._handle = handle
@@ -137,6 +141,17 @@ class Door:
     # --- the lobby's thread
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as bug:  # noqa: BLE001 - a door that lets nobody in must be missed
+            self._broken(bug)
+        finally:
+            self._closing = True
+            self._take_back()
+            for connection in list(self._connections):
+                self._drop(connection)
+
+    def _serve(self) -> None:
         swept = time.monotonic()
         while not self._closing:
             waits = None if self._accepting and not self._connections else 1.0
@@ -148,9 +163,6 @@ class Door:
             if time.monotonic() - swept >= 1.0:
                 swept = time.monotonic()
                 self._sweep(swept)
-        self._take_back()
-        for connection in list(self._connections):
-            self._drop(connection)
 
     def _wake(self) -> None:
         # Full means that the lobby is being woken already; closed means that it has ended.
@@ -335,6 +347,8 @@ class Door:
         except (_Gone, MxError):
             # An answer that broke off is told from a whole one by its length.
             pass
+        except Exception as bug:  # noqa: BLE001 - what is wrong with one answer must not end the thread that gives others
+            self._report(bug)
         finally:
             connection.sending_since = None
             if not stays or self._closing:

@@ -34,16 +34,12 @@ class Place:
 class Grants:
     """Slots, and a first-in-first-out queue before them. Thread-safe; does not block.
 
-    `ended` is told each grant that ended or expired, once, from any thread. A grant lasts `ttl` seconds from its last
-    beat.
+    A grant lasts `ttl` seconds from its last beat.
     """
 
-    def __init__(
-        self, slots: int, ttl: float, ended: Callable[[str], None], clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, slots: int, ttl: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.slots = slots
         self.ttl = ttl
-        self._ended = ended
         self._clock = clock
         self._changed = threading.Condition()
         self._open: dict[str, _Grant] = {}
@@ -104,10 +100,8 @@ class Grants:
         """The reader leaves, or leaves the queue (with its ticket). Idempotent."""
         with self._changed:
             self._queue.pop(grant, None)
-            was_open = self._open.pop(grant, None) is not None
+            self._open.pop(grant, None)
             self._changed.notify_all()
-        if was_open:
-            self._ended(grant)
 
     def revoke(self) -> None:
         """End all grants, and empty the queue."""

@@ -546,6 +546,10 @@ def test_nobody_reads_a_part(tmp_path: Path) -> None:
 # --- a record that beats -----------------------------------------------------------------------------------------
 
 
+def broken(bug: BaseException) -> None:
+    raise AssertionError from bug
+
+
 def wait_for(directory: MemoryDirectory, condition: Callable[[], bool]) -> None:
     with directory.changed:
         assert directory.changed.wait_for(condition, 30), directory.calls
@@ -554,7 +558,7 @@ def wait_for(directory: MemoryDirectory, condition: Callable[[], bool]) -> None:
 def test_it_beats_until_it_is_closed() -> None:
     directory, warned = MemoryDirectory(), []
     readers = iter(range(10_000))
-    beating = Beating(directory, lambda: replace(peer(), readers=next(readers)), 0.01, warned.append)
+    beating = Beating(directory, lambda: replace(peer(), readers=next(readers)), 0.01, warned.append, broken)
     beating.start()
     assert directory.calls[0][0] == "publish"
     wait_for(directory, lambda: len(directory.calls) >= 5)
@@ -570,7 +574,7 @@ def test_it_beats_until_it_is_closed() -> None:
 
 def test_it_beats_when_told() -> None:
     directory = MemoryDirectory()
-    beating = Beating(directory, peer, 3600, print)
+    beating = Beating(directory, peer, 3600, print, broken)
     beating.start()
     beating.beat_now()
     wait_for(directory, lambda: len(directory.calls) == 2)
@@ -579,7 +583,7 @@ def test_it_beats_when_told() -> None:
 
 def test_v08_draining_is_shown_before_it_leaves() -> None:
     directory = MemoryDirectory()
-    beating = Beating(directory, peer, 3600, print)
+    beating = Beating(directory, peer, 3600, print, broken)
     beating.start()
     beating.drain()
     assert found(directory)["web"].state == DRAINING
@@ -593,7 +597,7 @@ def test_v08_draining_is_shown_before_it_leaves() -> None:
 def test_a_taken_name_is_refused_at_the_start() -> None:
     directory = MemoryDirectory()
     directory.publish(peer(generation="mx-b", host="host-b"))
-    beating = Beating(directory, peer, 0.01, print)
+    beating = Beating(directory, peer, 0.01, print, broken)
     with pytest.raises(UsageError):
         beating.start()
     beating.close()
@@ -603,7 +607,7 @@ def test_a_taken_name_is_refused_at_the_start() -> None:
 def test_it_outlives_a_directory_that_fails() -> None:
     directory, warned = MemoryDirectory(), []
     directory.fault = FilesystemRefused("gone")
-    beating = Beating(directory, peer, 0.01, warned.append)
+    beating = Beating(directory, peer, 0.01, warned.append, broken)
     beating.start()
     wait_for(directory, lambda: len(directory.calls) >= 4)
     assert {what for what, _ in directory.calls} == {"publish"}
@@ -619,10 +623,65 @@ def test_it_outlives_a_directory_that_fails() -> None:
     beating.close()
 
 
+def test_a_directory_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer counts whenever it comes."""
+    monkeypatch.setattr("mx_cli.discovery.beating.PATIENCE", 0.2)
+    directory, answer = MemoryDirectory(), threading.Event()
+    warned: list[str] = []
+    publish = directory.publish
+
+    def hang(record: Record) -> None:
+        assert answer.wait(60)
+        publish(record)
+
+    directory.publish = hang  # type: ignore[method-assign]
+    beating = Beating(directory, peer, 0.01, warned.append, broken)
+    beating.start()
+    assert warned == ["peers may not find this one: memory: has not answered within 0.2 s"]
+    assert not directory.kept
+    answer.set()
+    wait_for(directory, lambda: "beat" in [what for what, _ in directory.calls])
+    assert found(directory)["web"].generation == "mx-a-1"
+    beating.close()
+    assert len(warned) == 1
+
+
+def test_a_name_that_turns_out_to_be_taken_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a directory that hung when the peer started: it serves already."""
+    monkeypatch.setattr("mx_cli.discovery.beating.PATIENCE", 0.2)
+    directory, answer = MemoryDirectory(), threading.Event()
+    warned: list[str] = []
+    directory.publish(peer(generation="mx-b", host="host-b"))
+    publish = directory.publish
+
+    def hang(record: Record) -> None:
+        assert answer.wait(60)
+        publish(record)
+
+    directory.publish = hang  # type: ignore[method-assign]
+    beating = Beating(directory, peer, 0.01, warned.append, broken)
+    beating.start()
+    answer.set()
+    wait_for(directory, lambda: len(directory.calls) >= 3)
+    beating.close()
+    assert directory.kept["web"][0].generation == "mx-b"
+
+
+def test_a_bug_is_told_and_ends_it() -> None:
+    directory = MemoryDirectory()
+    bugs: list[BaseException] = []
+    records = iter([peer()])
+    beating = Beating(directory, lambda: next(records), 0.01, print, bugs.append)
+    beating.start()
+    beating.drain()
+    beating.close()
+    assert [type(bug) for bug in bugs] == [StopIteration]
+
+
 def test_v05_it_comes_back_by_itself(tmp_path: Path) -> None:
     place = tmp_path / "peers"
     warned: list[str] = []
-    beating = Beating(FileDirectory(place, BEAT), peer, 0.01, warned.append)
+    beating = Beating(FileDirectory(place, BEAT), peer, 0.01, warned.append, broken)
     beating.start()
     shutil.rmtree(place, ignore_errors=True)
     deadline = time.monotonic() + 30

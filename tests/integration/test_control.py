@@ -208,7 +208,7 @@ def test_an_interrupted_session_says_goodbye(peer: Peer) -> None:
     interrupter.join(60)
     stream.close()
     grant.release()
-    assert peer.holder.ended.get(timeout=60) == grant.id
+    until(lambda: peer.control.grants.readers == 0)
     go_on.set()
 
 
@@ -614,7 +614,7 @@ def test_an_expired_grant_frees_its_slot(start: Callable[..., Peer]) -> None:
     lost = silent.call("POST", GRANTS, {"proto": 1, "reader": READER})["grant"]
     kept = granted(living.grant(READER))
     queued(waiting.grant(READER))
-    assert peer.holder.ended.get(timeout=60) == lost
+    until(lambda: peer.control.grants.readers == 1)
     until(lambda: isinstance(waiting.grant(READER), Grant))
     kept.raise_failure()
     assert kept.alive
@@ -623,7 +623,7 @@ def test_an_expired_grant_frees_its_slot(start: Callable[..., Peer]) -> None:
     assert b"mxcli_grants_expired_total 1" in ask(raw(peer.address), "GET", "/metrics")[1]
     kept.release()
     assert not kept.alive
-    assert peer.holder.ended.get(timeout=60) == kept.id
+    until(lambda: peer.control.grants.readers == 1)
 
 
 def test_the_queue_is_first_in_first_out(start: Callable[..., Peer]) -> None:
@@ -725,7 +725,7 @@ def test_revoked_grants_read_nothing_more(start: Callable[..., Peer]) -> None:
         grant.raise_failure()
     with pytest.raises(TransportFailed, match="no such grant"):
         reader.open(FILE, 0, 10, grant)
-    assert peer.holder.ended.get(timeout=60) == grant.id
+    until(lambda: peer.control.grants.readers == 0)
     grant.release()
 
 
@@ -753,9 +753,33 @@ def test_v08_draining_waits_for_readers_and_lets_nobody_in(start: Callable[..., 
 
 
 def test_v08_a_reader_that_does_not_finish_is_named(peer: Peer) -> None:
-    grant = granted(peer.dial().grant(READER))
+    granted(peer.dial().grant(READER))
     assert peer.control.drain(0.1) == ["reader-host pid 4711"]
-    assert peer.holder.ended.get(timeout=60) == grant.id
+    until(lambda: peer.control.grants.readers == 0)
+
+
+def test_a_bug_in_an_answer_ends_its_connection_alone(start: Callable[..., Peer]) -> None:
+    """As many of them as there are threads, and as are waiting for one."""
+    peer = start(limits=Limits(data_threads=1, control_threads=1))
+    reader = peer.dial()
+    facts = peer.holder.facts
+    peer.holder.facts = lambda: {}["a bug"]  # type: ignore[method-assign]
+    for _ in range(3):
+        with pytest.raises(Unreachable):
+            reader.source()
+    assert {type(bug) for bug in peer.bugs} == {KeyError}
+    peer.holder.facts = facts  # type: ignore[method-assign]
+    assert reader.source()["device"] == "cpu"
+
+
+def test_a_door_that_breaks_is_missed(start: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = start()
+    reader = peer.dial()
+    monkeypatch.setattr(peer.door, "_advance", lambda connection: {}["a bug"])
+    with pytest.raises(Unreachable):
+        reader.source()
+    until(lambda: [type(bug) for bug in peer.bugs] == [KeyError])
+    assert peer.door.connections == 0
 
 
 def test_bulk_data_does_not_starve_beats(start: Callable[..., Peer]) -> None:

@@ -7,6 +7,7 @@ HIDE=SECS     a name made by one process is ENOENT to every other for SECS (the 
 NORENAME=1    rename -> ENOSYS        NOAPPEND=1    O_APPEND -> EPERM        LINKS=1    hard links work
 HANG=BYTES    a read of bytes from there on, in any file, returns only when BACKING/.go is there: a dead server;
               the first one makes BACKING/.hung
+BACKING/.hang while it is there, whatever is asked waits
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class CaseInsensitive(Operations):
         self.born: dict[str, tuple[int, float]] = {}
 
     def real(self, path: str) -> str:
+        while os.path.exists(os.path.join(self.root, ".hang")):
+            time.sleep(0.02)
         parts: list[str] = []
         for name in filter(None, path.split("/")):
             if len(name.encode()) > self.name_max:

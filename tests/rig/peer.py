@@ -6,7 +6,6 @@ As a program: `python -m tests.rig.peer SECRETS_FILE TTL` prints its address and
 from __future__ import annotations
 
 import dataclasses
-import queue
 import subprocess
 import sys
 import threading
@@ -52,12 +51,11 @@ def holding(version: int = 0) -> Holding:
 
 
 class MemoryHolder:
-    """`before_piece` is called before each piece of a file that is read; `ended` gets the grants that ended."""
+    """`before_piece` is called before each piece of a file that is read."""
 
     def __init__(self, generation: str = "mx-test-1-abc") -> None:
         self.generation = generation
         self.holding: Holding | None = holding()
-        self.ended: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.before_piece: Callable[[], object] = lambda: None
 
     def facts(self) -> dict[str, Any]:
@@ -65,9 +63,6 @@ class MemoryHolder:
 
     def access(self, reader: Mapping[str, Any]) -> dict[str, Any]:
         return {"paths": ["nixl-read", "socket"], "nixl": {"name": self.generation, "blob": BLOB, "extents": []}}
-
-    def released(self, grant: str) -> None:
-        self.ended.put(grant)
 
     def read(self, file: str, offset: int, length: int) -> Iterator[memoryview]:
         if file != FILE:
@@ -80,11 +75,12 @@ class MemoryHolder:
 
 @dataclasses.dataclass
 class Peer:
-    """A peer that serves in this process."""
+    """A peer that serves in this process. `bugs`: what its door was told of."""
 
     holder: MemoryHolder
     control: Control
     door: Door
+    bugs: list[BaseException]
 
     @classmethod
     def start(
@@ -99,9 +95,10 @@ class Peer:
         holder = MemoryHolder()
         certificate = secret.make_certificate()
         control = Control(holder, secrets, certificate.sha256, slots, ttl, **options)
-        door = Door(listen(place), certificate.context, control.handle, is_data, limits)
+        bugs: list[BaseException] = []
+        door = Door(listen(place), certificate.context, control.handle, is_data, bugs.append, bugs.append, limits)
         door.start()
-        return cls(holder, control, door)
+        return cls(holder, control, door, bugs)
 
     @property
     def address(self) -> str:
