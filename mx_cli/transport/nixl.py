@@ -39,7 +39,6 @@ WHY = "UCX_LOG_LEVEL=info NIXL_LOG_LEVEL=INFO shows what UCX says"
 
 _HEAD = b"nixlSerDes|Agent"
 _POLL = 0.0005
-_SELECTING = ("UCX_NET_DEVICES", "UCX_TCP_PORT_RANGE", "UCX_TLS")
 
 T = TypeVar("T")
 _agents: weakref.WeakSet[Agent] = weakref.WeakSet()
@@ -199,7 +198,7 @@ class Agent:
         """NIXL's error in words, with what UCX has logged since the last one."""
         said = self._log.since(self._logged) if self._log else ""
         self._logged = self._log.size if self._log else 0
-        return ", ".join(filter(None, (type(error).__name__, str(error), nixl_log.reason(said))))
+        return ", ".join(filter(None, (type(error).__name__, str(error), nixl_log.reason(said), nixl_env.wished())))
 
     def path(self, size: int) -> str:
         """How the newest reads of `size` bytes travel, in UCX's words (`cma/memory`, `tcp/eth0 (software emulation)`).
@@ -223,8 +222,8 @@ class Agent:
             return
         except self._errors as error:
             reason = self._explain(error)
-        chosen = ", ".join(f"{name}={value}" for name, value in self._variables.items() if name in _SELECTING)
-        raise TransportFailed(f"UCX cannot be started ({chosen or 'no usable network'}): {reason}", hint=WHY)
+        chosen = nixl_env.selecting(self._variables) or "no usable network"
+        raise TransportFailed(f"UCX cannot be started ({chosen}): {reason}", hint=WHY)
 
     def _refuse_gpu(self, device: int) -> None:
         if not self._gpu:

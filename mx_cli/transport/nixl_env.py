@@ -40,6 +40,7 @@ ctypes.CDLL(sys.argv[1]).ucp_get_version(*map(ctypes.byref, numbers))
 print(*[number.value for number in numbers], sep=".")
 """
 
+_SELECTING = ("UCX_NET_DEVICES", "UCX_TCP_PORT_RANGE", "UCX_TLS")
 _environment = threading.RLock()
 _traced: list[Log] = []
 
@@ -149,6 +150,17 @@ def environment(wanted: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
 
 
+def selecting(wanted: Mapping[str, str]) -> str:
+    """Which networks UCX was told to use by these variables: those that the user has set count instead, see `wished`."""
+    return ", ".join(f"{name}={wanted[name]}" for name in _SELECTING if name in wanted and name not in os.environ)
+
+
+def wished() -> str:
+    """The user's own choice of networks, for an error that may come of it; "" without one."""
+    found = ", ".join(f"{name}={os.environ[name]}" for name in _SELECTING if name in os.environ)
+    return f"the environment has {found}" if found else ""
+
+
 def trace() -> Log | None:
     """UCX's log of this process, in memory instead of on stderr.
 
@@ -184,15 +196,24 @@ def missing() -> str:
 @functools.cache
 def _module() -> Any:
     """The `_api` module of one build. The package `nixl` itself would import torch to choose between them."""
-    with environment(loading()):
-        module = importlib.import_module(f"{build()}._api")
     logger = logging.getLogger("nixl")
+    # While it is imported it writes to stdout what the user's NIXL_LOG_LEVEL did.
+    logger.addFilter(_nothing)
+    try:
+        with environment(loading()):
+            module = importlib.import_module(f"{build()}._api")
+    finally:
+        logger.removeFilter(_nothing)
     if "NIXL_LOG_LEVEL" not in os.environ:
         logger.setLevel(logging.CRITICAL)
     for handler in logger.handlers:
         if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stdout:
             handler.setStream(sys.stderr)
     return module
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False
 
 
 def build() -> str:

@@ -292,8 +292,11 @@ def test_what_is_missing_of_several_interfaces_is_left_out() -> None:
 
 def test_no_usable_network_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_NET_DEVICES", "nope0")
-    with pytest.raises(TransportFailed, match="UCX cannot be started"):
-        Agent("a").blob()
+    with pytest.raises(
+        TransportFailed, match=r"UCX cannot be started .*the environment has UCX_NET_DEVICES=nope0"
+    ) as e:
+        Agent("a", Network(loopback=True)).blob()
+    assert "=lo" not in e.value.what
 
 
 def sockets(pid: int) -> list[tuple[str, int, str, int, bool]]:
@@ -374,6 +377,11 @@ def test_who_asks_for_ucxs_log_sees_it() -> None:
     ended = python(OURS.replace('"ours"', '"ours", trace=True'), {"UCX_LOG_LEVEL": "info"})
     assert ended.stdout == ""
     assert "UCX  INFO" in ended.stderr
+
+
+@pytest.mark.parametrize("level", ["DEBUG", "nonsense"])
+def test_a_level_of_the_user_brings_nothing_to_stdout(level: str) -> None:
+    assert python(OURS, {"NIXL_LOG_LEVEL": level}).stdout == ""
 
 
 def test_an_error_has_ucxs_own_words() -> None:
