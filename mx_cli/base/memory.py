@@ -1,4 +1,4 @@
-"""How much memory this process may still take."""
+"""How much memory this process may still take, and which of its own it may not write to."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _GROUPS = Path("/sys/fs/cgroup")
+_MAPS = Path("/proc/self/maps")
 
 
 def available() -> int:
@@ -21,6 +22,17 @@ def limit() -> int | None:
 def total() -> int:
     """Bytes of the machine."""
     return _machine("MemTotal")
+
+
+def read_only() -> list[tuple[int, int]]:
+    """(start, end) of this process's memory that a write would be the end of: sorted addresses."""
+    found = []
+    for line in _MAPS.read_text(errors="replace").splitlines():
+        place, permissions = line.split(maxsplit=2)[:2]
+        start, _, end = place.partition("-")
+        if "w" not in permissions:
+            found.append((int(start, 16), int(end, 16)))
+    return found
 
 
 def _groups() -> Iterator[tuple[int, int]]:

@@ -19,7 +19,7 @@ from mx_cli.flows.in_process import merged, process_context, require_torch
 from mx_cli.flows.parts import named_as_in, named_by_part
 from mx_cli.flows.peering import Peering
 from mx_cli.flows.pull import Pull, PullRequest
-from mx_cli.flows.pull_memory import Moved, Put, Shape, compare, disk_member, move, table
+from mx_cli.flows.pull_memory import Moved, Put, Shape, compare, disk_member, move, only_gpu, table
 from mx_cli.flows.targets import Layout, byte_block, filled_by_twins, layout_of, packed, pieces_of
 from mx_cli.model.holding import HOST, Extent, Holding, joined
 from mx_cli.model.manifest import Entry
@@ -91,7 +91,8 @@ class IntoMemory:
         holding = local_holding(directory, self._context)
         layout = self._layout(named_by_part(holding))
         bell = Bell()
-        moved = self._move(holding, layout, [disk_member(directory, holding, bell, self._context)], bell)
+        members = [disk_member(directory, holding, bell, self._context, device=_gpu(layout))]
+        moved = self._move(holding, layout, members, bell)
         layout.finish()
         return Taken(self._received(name, holding, layout, moved), taken.reason)
 
@@ -103,7 +104,8 @@ class IntoMemory:
             self._puller.accept_unread(found.holding)
             layout = self._layout(found.holding)
             bell = Bell()
-            moved = self._move(found.holding, layout, [member(found, origin, bell, self._context)], bell, found.entries)
+            members = [member(found, origin, bell, self._context, _gpu(layout))]
+            moved = self._move(found.holding, layout, members, bell, found.entries)
             layout.finish()
             reason = f"{origin.uri}, past the cache"
             return Taken(self._received(route.STREAM, found.holding, layout, moved), reason)
@@ -137,6 +139,10 @@ class IntoMemory:
         return Received(
             count, count - buffers, buffers, moved.bytes, moved.seconds, name, (), moved.by_source, holding.version
         )
+
+
+def _gpu(layout: Layout) -> int:
+    return only_gpu(row.device for row in layout.targets)
 
 
 def request_of(
@@ -200,6 +206,7 @@ def pull_into(
     from mx_cli.sinks import torch_tensors
 
     described = torch_tensors.describe(target, all_buffers=all_buffers, pack=False)
+    torch_tensors.refuse_read_only(described)
     context = process_context(settings)
     request = request_of(model, revision, origin, peers, path, require, routes)
     if rank is not None:

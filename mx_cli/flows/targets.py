@@ -15,7 +15,7 @@ from mx_cli.engine.buffers import Pool
 from mx_cli.flows.pull_memory import place_of
 from mx_cli.model.holding import HOST, Extent, Holding
 from mx_cli.plan.shared import Piece, Wanted, pieces
-from mx_cli.sinks.torch_tensors import Described, alignment
+from mx_cli.sinks.torch_tensors import Described, alignment, reach
 
 ALIGN = 64
 PAGE = 4096
@@ -125,9 +125,7 @@ def _entangled(described: Iterable[Described]) -> set[str]:
         else:
             found |= _if_entangled(group)
             group, end = [one], 0
-        reach = sum((size - 1) * step for size, step in zip(one.tensor.shape, one.tensor.stride(), strict=True))
-        if one.size:
-            end = max(end, one.tensor.data_ptr() + (reach + 1) * one.tensor.element_size())
+        end = max(end, one.tensor.data_ptr() + reach(one.tensor))
     return found | _if_entangled(group)
 
 

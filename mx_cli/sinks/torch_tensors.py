@@ -5,11 +5,13 @@ torch is imported inside the functions: only who has tensors pays for it.
 
 from __future__ import annotations
 
+import bisect
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mx_cli.base import memory
 from mx_cli.base.errors import UsageError
 from mx_cli.model.header import BITS
 from mx_cli.model.holding import HOST, size_of
@@ -44,30 +46,36 @@ class Described:
     packed: bool = False
 
 
-def named_tensors(source: Any, *, all_buffers: bool = False) -> Iterator[tuple[str, str, Any]]:
+def named_tensors(
+    source: Any, *, all_buffers: bool = False, path: str = "", within: tuple[int, ...] = ()
+) -> Iterator[tuple[str, str, Any]]:
     """(name, kind, tensor) of a module's parameters and persistent buffers, or of a mapping; tied names each.
 
     A mapping may hold tensors, modules and mappings: names are joined by dots. `all_buffers`: also buffers that a state
-    dict leaves out. Raises UsageError for anything else.
+    dict leaves out. `path` comes before each name; `within`: the mappings that this one is in. Raises UsageError for
+    anything else.
     """
     import torch
 
     if isinstance(source, torch.nn.Module):
         for name, parameter in source.named_parameters(remove_duplicate=False):
-            yield name, PARAMETER, _ready(name, parameter)
+            yield path + name, PARAMETER, _ready(path + name, parameter)
         hidden = set() if all_buffers else _not_persistent(source)
         for name, buffer in source.named_buffers(remove_duplicate=False):
             if name not in hidden:
-                yield name, BUFFER, _ready(name, buffer)
+                yield path + name, BUFFER, _ready(path + name, buffer)
         return
     if not isinstance(source, Mapping):
         raise UsageError(f"not a module or a mapping of tensors: {type(source).__name__}")
-    for name, value in source.items():
+    for key, value in source.items():
+        name = f"{path}{key}"
         if isinstance(value, (torch.nn.Module, Mapping)):
-            inner = named_tensors(value, all_buffers=all_buffers)
-            yield from ((f"{name}.{below}", kind, tensor) for below, kind, tensor in inner)
+            if id(value) in (id(source), *within):
+                raise UsageError(f"{name!r} is a mapping that it is in itself")
+            yield from named_tensors(value, all_buffers=all_buffers, path=f"{name}.", within=(id(source), *within))
         elif isinstance(value, torch.Tensor):
-            yield str(name), PARAMETER, value.detach()
+            _refuse_wrapper(name, value)
+            yield name, PARAMETER, value.detach()
         else:
             raise UsageError(f"not a tensor: {name!r} is a {type(value).__name__}")
 
@@ -78,7 +86,19 @@ def _ready(name: str, tensor: Any) -> Any:
 
     if torch.nn.parameter.is_lazy(tensor):
         raise UsageError(f"{name!r} is not initialised: its module is lazy", hint="run the module once")
+    _refuse_wrapper(name, tensor)
     return tensor.data
+
+
+def _refuse_wrapper(name: str, tensor: Any) -> None:
+    """Raises UsageError for what looks like a tensor and has only others: sharded (DTensor), quantised or fake ones."""
+    import torch
+
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and not _pointer(name, tensor):
+        raise UsageError(
+            f"{name!r} is a {type(tensor).__name__}, which has no memory of its own",
+            hint="plain tensors can be moved: of a DTensor those are to_local() and full_tensor()",
+        )
 
 
 def _not_persistent(module: Any) -> set[str]:
@@ -100,6 +120,29 @@ def describe(source: Any, *, all_buffers: bool = False, pack: bool = True) -> li
         _check_name(name, found)
         found[name] = _described(name, kind, tensor, pack)
     return list(found.values())
+
+
+def reach(tensor: Any) -> int:
+    """Bytes from the tensor's first element to the end of its last, with what is between them."""
+    if not tensor.numel():
+        return 0
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return int((last + 1) * tensor.element_size())
+
+
+def refuse_read_only(described: Iterable[Described]) -> None:
+    """Raises UsageError for tensors in memory that may not be written to: who writes there is ended by the kernel."""
+    forbidden = memory.read_only()
+    for one in described:
+        start, size = one.tensor.data_ptr(), reach(one.tensor)
+        if one.device != HOST or not size:
+            continue
+        after = bisect.bisect_left(forbidden, (start + size, 0))
+        if after and forbidden[after - 1][1] > start:
+            raise UsageError(
+                f"{one.name!r} lies in memory that cannot be written to (a file that is mapped read-only)",
+                hint="make a copy of it: clone()",
+            )
 
 
 def _check_name(name: str, known: Mapping[str, Described]) -> None:

@@ -369,6 +369,29 @@ def freed() -> Any:
     return tensor
 
 
+class Wrapper(torch.Tensor):
+    """As DTensor and quantised tensors are: made of others."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, call: Any, types: Any, args: Any = (), options: Any = None) -> Any:
+        if call is torch.ops.aten.detach.default:
+            return Wrapper(args[0].inner)
+        raise NotImplementedError(call)
+
+
+def within_itself() -> dict[str, Any]:
+    found: dict[str, Any] = {"w": torch.ones(2), "deep": {}}
+    found["deep"]["me"] = found
+    return found
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "meta": (lambda: {"layer.w": torch.empty(3, device="meta")}, "'layer.w' is on the device meta"),
     "sparse": (lambda: {"layer.w": torch.eye(3).to_sparse()}, "'layer.w' is torch.sparse_coo"),
@@ -381,6 +404,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "complex128": (lambda: {"layer.w": torch.ones(3, dtype=torch.complex128)}, "'layer.w' has the dtype"),
     "lazy": (lambda: torch.nn.Sequential(torch.nn.LazyLinear(3)), "'0.weight' is not initialised"),
     "text": (lambda: {"layer.w": "weights"}, "'layer.w' is a str"),
+    "deep text": (lambda: {"layer": {"w": "weights"}}, "'layer.w' is a str"),
+    "wrapper": (lambda: {"layer.w": Wrapper(torch.ones(3))}, "'layer.w' is a Wrapper, which has no memory of its own"),
+    "wrapper in a module": (
+        lambda: torch.nn.ParameterDict({"w": torch.nn.Parameter(Wrapper(torch.ones(3)), requires_grad=False)}),
+        "'w' is a Wrapper",
+    ),
+    "itself": (within_itself, "'deep.me' is a mapping that it is in itself"),
     "list": (lambda: [torch.ones(3)], "not a module or a mapping"),
     "twice": (lambda: {"a.b": torch.ones(3), "a": {"b": torch.ones(3)}}, "two tensors have the name 'a.b'"),
     "numbers": (lambda: {0: torch.ones(3), "0": torch.ones(3)}, "two tensors have the name '0'"),
@@ -404,6 +434,19 @@ def test_what_has_no_bytes_is_refused_by_name(name: str, place: Path) -> None:
 def test_an_expanded_target_is_refused_by_name(place: Path) -> None:
     with pytest.raises(UsageError, match=r"'w' is expanded"):
         mx_cli.pull_into({"w": torch.ones(1).expand(5)}, "mx1c-" + "0" * 32, **settings(place))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("scattered", [False, True])
+def test_a_target_that_cannot_be_written_to_is_refused_by_name(scattered: bool, place: Path, tmp_path: Path) -> None:
+    """The kernel would end who writes there."""
+    (tmp_path / "mapped").write_bytes(bytes(1 << 16))
+    with (tmp_path / "mapped").open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    tensor = torch.frombuffer(mapped, dtype=torch.uint8)
+    target = {"other": torch.ones(3), "w": tensor.view(256, 256).t() if scattered else tensor}
+    with pytest.raises(UsageError, match=r"'w' lies in memory that cannot be written to"):
+        mx_cli.pull_into(target, "mx1c-" + "0" * 32, **settings(place))
 
 
 def test_arguments_that_mean_nothing(place: Path) -> None:
