@@ -9,18 +9,22 @@ import typer
 from mx_cli.base import units
 from mx_cli.base.config import read_path
 from mx_cli.cli.become import become, check_program, check_stray
+from mx_cli.cli.listening import DRAIN_TIMEOUT, LISTEN, MAX_READERS, Advertise, DrainTimeout, Listen, MaxReaders
 from mx_cli.cli.options import CACHE, ELECTION, ORIGIN, PEER, PEERS, TRANSFER, command
 from mx_cli.cli.render.table import table
 from mx_cli.cli.session import Session
 
 if TYPE_CHECKING:
+    from mx_cli.flows.context import Context
+    from mx_cli.flows.pull import PullOutcome, PullRequest
     from mx_cli.flows.pull_plan import Plan
 
 MANY = Optional[list[str]]  # noqa: UP045 - typer reads the object
 TEXT = Optional[str]  # noqa: UP045
+ABOVE_DRAIN = 5.0
 
 
-@command(CACHE, ORIGIN, TRANSFER, ELECTION, PEER, PEERS, ("peer_stall_timeout", "grant_ttl"))
+@command(CACHE, ORIGIN, TRANSFER, ELECTION, PEER, PEERS, ("memory", "peer_stall_timeout", "grant_ttl"))
 def pull(
     session: Session,
     model: Annotated[
@@ -34,12 +38,30 @@ def pull(
             "--to", metavar="DIR", help="make this directory, not a snapshot in the cache; must be absent or empty"
         ),
     ] = None,
+    rank: Annotated[
+        TEXT,
+        typer.Option("--rank", metavar="R/N", help="only this rank's part of each tensor, counted from 0; with --to"),
+    ] = None,
+    rules: Annotated[
+        TEXT,
+        typer.Option(
+            "--rules",
+            metavar="FILE|NAME",
+            help="how tensors are split over ranks: llama, qwen, mistral, mixtral, deepseek, or a JSON file "
+            "[default the family of config.json]",
+        ),
+    ] = None,
     peer: Annotated[
         MANY, typer.Option("--peer", metavar="HOST:PORT", help="this peer, not those of discovery; may be repeated")
     ] = None,
     route: Annotated[
         TEXT,
-        typer.Option("--route", metavar="LIST", help="where to take it from, in order [default peer,cache,origin]"),
+        typer.Option(
+            "--route",
+            metavar="LIST",
+            help="where to take it from, in order: peer, cache, origin (into the cache), stream (past it) "
+            "[default all four; with --rank peer,cache,stream]",
+        ),
     ] = None,
     require: Annotated[
         TEXT,
@@ -60,79 +82,99 @@ def pull(
         ),
     ] = None,
     then_serve: Annotated[bool, typer.Option("--then-serve", help="be a peer too afterwards, until stopped")] = False,
-    listen: Annotated[
-        str, typer.Option("--listen", metavar="ADDR:PORT", help="where --then-serve listens")
-    ] = "127.0.0.1:0",
-    advertise: Annotated[
-        TEXT, typer.Option("--advertise", metavar="ADDR[:PORT]", help="the address that --then-serve tells others")
-    ] = None,
-    max_readers: Annotated[
-        int, typer.Option("--max-readers", min=1, metavar="N", help="readers of --then-serve at once")
-    ] = 4,
-    drain_timeout: Annotated[
-        str, typer.Option("--drain-timeout", metavar="DURATION", help="time for readers to finish after SIGTERM")
-    ] = "25s",
+    listen: Listen = LISTEN,
+    advertise: Advertise = None,
+    max_readers: MaxReaders = MAX_READERS,
+    drain_timeout: DrainTimeout = DRAIN_TIMEOUT,
     result: Annotated[TEXT, typer.Option("--result", metavar="FILE", help="also write the JSON result here")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="show the routes with reasons and what each would move; move nothing")
     ] = False,
 ) -> None:
     """Bring the weights here by the best route: a peer, the cache, the origin; print their directory."""
-    from mx_cli.base.errors import UsageError
-    from mx_cli.base.events import Notice
     from mx_cli.base.units import parse_duration
     from mx_cli.flows import pull as flow
     from mx_cli.flows.data_path import Wish
-    from mx_cli.flows.deliver import withdraw_result, write_result
     from mx_cli.flows.serving import Offer
 
     check_stray(cmd or [])
-    if cmd and then_serve:
-        raise UsageError("--then-serve and a command exclude each other", hint="mx serve DIR beside the command")
+    _check_together(cmd, then_serve, rank, rules, to)
     context = session.context()
     session.cache_line(context.cache().root)
     if cmd:
         check_program(cmd[0], session.resolved.environ)
-    request = flow.PullRequest(
-        model,
-        Wish(tuple(peer or ()), path, frozenset(_words(require))),
-        revision or None,
-        origin,
-        read_path(to) if to else None,
-        tuple(_words(route)),
-    )
+    wish = Wish(tuple(peer or ()), path, frozenset(_words(require)))
+    place = read_path(to) if to else None
+    request = flow.PullRequest(model, wish, revision or None, origin, place, tuple(_words(route)))
     if dry_run:
-        from mx_cli.flows.pull_plan import plan
-
-        found = plan(request, context)
-        session.answer(_planned(found), found.to_json(), final=f"route {found.taken.route}")
+        _plan(session, context, request, rank, rules)
         return
-    offer = Offer(listen=listen, advertise=advertise, slots=max_readers) if then_serve else None
-    drain = parse_duration(drain_timeout)
-    if result:
-        withdraw_result(read_path(result))
-
-    def on_done(outcome: flow.PullOutcome) -> None:
-        session.emit(Notice(outcome.summary()))
-        document = outcome.to_json()
-        if result:
-            write_result(read_path(result), document)
-        if cmd:
-            # Whoever takes this process over owns its stdout.
-            session.conclude(str(outcome.directory))
-            become(session, cmd, outcome.directory, outcome.identity)
-        session.answer(str(outcome.directory), document)
-
-    if offer:
-        session.grace = drain + 5.0
+    answer = _Answer(session, cmd or [], result)
+    if then_serve:
         from mx_cli.flows.serve import pull_then_serve
 
-        pull_then_serve(request, offer, drain, context, on_done)
+        drain = parse_duration(drain_timeout)
+        session.grace = drain + ABOVE_DRAIN
+        offer = Offer(listen=listen, advertise=advertise, slots=max_readers)
+        pull_then_serve(request, offer, drain, context, answer.give)
+    elif rank is not None:
+        from mx_cli.flows.pull_share import pull_share
+
+        answer.give(pull_share(request, rank, rules, context))
     else:
-        on_done(flow.pull(request, context))
+        answer.give(flow.pull(request, context))
 
 
-def _planned(found: Plan) -> str:
+def _check_together(cmd: MANY, then_serve: bool, rank: TEXT, rules: TEXT, to: TEXT) -> None:
+    """Raises UsageError for options that contradict each other."""
+    from mx_cli.base.errors import UsageError
+
+    if cmd and then_serve:
+        raise UsageError("--then-serve and a command exclude each other", hint="mx serve DIR beside the command")
+    if rules is not None and rank is None:
+        raise UsageError("--rules without a rank", hint="--rank R/N")
+    if rank is not None and to is None:
+        raise UsageError("--rank: a part has no place in the cache, which keeps whole files", hint="--to DIR")
+    if rank is not None and then_serve:
+        raise UsageError("--then-serve offers whole weights, and --rank brings a part", hint="leave one of them out")
+
+
+class _Answer:
+    """What follows a pull that has succeeded: the result in a file and on stdout, or the command."""
+
+    def __init__(self, session: Session, cmd: list[str], result: str | None) -> None:
+        """Takes away the result of an earlier run."""
+        from mx_cli.flows.deliver import withdraw_result
+
+        self._session, self._cmd = session, cmd
+        self._result = read_path(result) if result else None
+        if self._result:
+            withdraw_result(self._result)
+
+    def give(self, outcome: PullOutcome) -> None:
+        from mx_cli.base.events import Notice
+        from mx_cli.flows.deliver import write_result
+
+        session, directory = self._session, outcome.directory
+        session.emit(Notice(outcome.summary()))
+        document = outcome.to_json()
+        if self._result:
+            write_result(self._result, document)
+        if self._cmd:
+            # Whoever takes this process over owns its stdout.
+            session.conclude(str(directory))
+            become(session, self._cmd, directory, outcome.identity)
+        session.answer(str(directory), document)
+
+
+def _plan(session: Session, context: Context, request: PullRequest, rank: str | None, rules: str | None) -> None:
+    from mx_cli.flows.pull_plan import plan
+
+    found = plan(request, context, rank, rules)
+    session.answer(_table(found), found.to_json(), final=f"route {found.taken.route}")
+
+
+def _table(found: Plan) -> str:
     states = {True: "usable", False: "no"}
     rows = [
         (

@@ -10,6 +10,7 @@ import typer
 
 from mx_cli.base.config import read_path
 from mx_cli.base.units import parse_duration
+from mx_cli.cli.listening import DRAIN_TIMEOUT, LISTEN, MAX_READERS, Advertise, DrainTimeout, Listen, MaxReaders
 from mx_cli.cli.options import CACHE, ELECTION, ORIGIN, PEER, PEERS, TRANSFER, command
 from mx_cli.cli.session import Session
 
@@ -30,23 +31,10 @@ def serve(
     device: Annotated[
         str, typer.Option("--device", metavar="file|cpu|cuda[:N]", help="where readers get the weights from")
     ] = "file",
-    listen: Annotated[
-        str,
-        typer.Option(
-            "--listen",
-            metavar="ADDR:PORT",
-            help="where to listen; port 0 takes a free one, 0.0.0.0 is for other hosts too",
-        ),
-    ] = "127.0.0.1:0",
-    advertise: Annotated[
-        TEXT, typer.Option("--advertise", metavar="ADDR[:PORT]", help="the address that others are told")
-    ] = None,
-    max_readers: Annotated[
-        int, typer.Option("--max-readers", min=1, metavar="N", help="readers at once; others wait")
-    ] = 4,
-    drain_timeout: Annotated[
-        str, typer.Option("--drain-timeout", metavar="DURATION", help="time for readers to finish after SIGTERM")
-    ] = "25s",
+    listen: Listen = LISTEN,
+    advertise: Advertise = None,
+    max_readers: MaxReaders = MAX_READERS,
+    drain_timeout: DrainTimeout = DRAIN_TIMEOUT,
     ready_file: Annotated[
         TEXT, typer.Option("--ready-file", metavar="FILE", help="write the JSON line here too, when ready")
     ] = None,

@@ -7,7 +7,7 @@ from mx_cli.flows.context import Context
 
 MEMORY = 256 << 20
 BESIDE = 32 << 20
-"""Bytes that are not buffers: the plan, headers, digests under way."""
+"""Bytes of it that are no buffers of weights: the plan, headers, digests under way."""
 CONNECTION = 2 << 20
 """Bytes of a connection to an origin: its buffer, and what TLS and HTTP hold of it."""
 

@@ -19,6 +19,7 @@ from mx_cli.engine.meter import Meter
 from mx_cli.engine.ports import Block, ReadItem, Source, SourceCaps
 from mx_cli.engine.run import Limits, Transfer, cores
 from mx_cli.engine.verify import Consumer
+from mx_cli.flows.bounds import connections
 from mx_cli.flows.context import Context
 from mx_cli.flows.identify import identities
 from mx_cli.flows.inspect import Inspection
@@ -157,7 +158,8 @@ class Leader:
             items = self._plan(entries, parts, source.caps, chosen)
             self._clock.verify += time.monotonic() - start
             start, meter.phase = time.monotonic(), "transfer"
-            limits = Limits(settings.retry_for, settings.stall_timeout, START_WIDTH * cores(), settings.max_connections)
+            most = connections(self._context)
+            limits = Limits(settings.retry_for, settings.stall_timeout, min(most, START_WIDTH * cores()), most)
             gate = self._context.gates[source.caps.host]
             transfer = Transfer(source, sink, limits, gate, meter, self._fence.work, self._context.on_retry)
             transfer.run(items)

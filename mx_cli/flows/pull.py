@@ -61,7 +61,7 @@ class Sourced:
 
 @dataclass(frozen=True)
 class PullOutcome:
-    """The answer of `mx pull`."""
+    """The answer of `mx pull`. `rank` (r/n): of whose part it is, empty for all."""
 
     directory: Path
     route: str
@@ -72,8 +72,10 @@ class PullOutcome:
     bytes_moved: int
     seconds: float
     files: int
+    rank: str = ""
 
     def to_json(self) -> dict[str, Any]:
+        part = {"rank": self.rank} if self.rank else {}
         return {
             "schema": 1,
             "dir": str(self.directory),
@@ -85,6 +87,7 @@ class PullOutcome:
             "bytes_moved": self.bytes_moved,
             "files": self.files,
             "seconds": round(self.seconds, 3),
+            **part,
         }
 
     def summary(self) -> str:
@@ -143,11 +146,14 @@ class Pull:
             "origin": self.from_origin,
             route.STREAM: self._from_stream,
         }
+        outcome, attempts = route.first([(name, takers[name]) for name in self.routes_of_files()], self.say)
+        return dataclasses.replace(outcome, attempts=tuple(attempts))
+
+    def routes_of_files(self) -> list[str]:
+        """Those of whole files. Raises UsageError for a stream without a place."""
         if self._request.to is None and route.STREAM in self._request.routes:
             raise UsageError("--route stream: past the cache, the files need a place", hint="--to DIR")
-        names = self.routes(route.NAMES if self._request.to else route.BY_CACHE)
-        outcome, attempts = route.first([(name, takers[name]) for name in names], self.say)
-        return dataclasses.replace(outcome, attempts=tuple(attempts))
+        return self.routes(route.NAMES if self._request.to else route.BY_CACHE)
 
     def routes(self, usual: Sequence[str]) -> list[str]:
         """What was asked for, or the usual, without those that need an origin where there is none."""
@@ -202,9 +208,14 @@ class Pull:
             self._peering.close(serving, verified)
             self._peering = None
 
+    @property
+    def by_identity(self) -> bool:
+        """Whether an identity was asked for, which a URI or a directory only has."""
+        return kind_of(self._request.model) is not None
+
     def wanted(self) -> list[str]:
         """The identities that a source may match. Asks the origin where the revision is a moving name."""
-        if kind_of(self._request.model):
+        if self.by_identity:
             return [self._request.model]
         return [one.id for one in self.identities()]
 

@@ -12,11 +12,13 @@ from mx_cli.engine.many import Bell, Many, Member, trouble
 from mx_cli.engine.ports import Source
 from mx_cli.engine.run import Limits
 from mx_cli.engine.verify import WholeDigest, read_through
+from mx_cli.flows.bounds import width
 from mx_cli.flows.context import Context
 from mx_cli.flows.new_directory import NewDirectory
 from mx_cli.flows.peering import Peering
 from mx_cli.flows.progress import watching
 from mx_cli.flows.whole_files import WholeFiles
+from mx_cli.transport.peer import ITEM
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def _fill(work: Path, peering: Peering, context: Context) -> list[Member]:
 
     def limits(source: Source) -> Limits:
         # Peers are watched by `Many`.
-        most = source.caps.max_in_flight
+        most = width(context, source.caps.max_in_flight, ITEM)
         return Limits(context.settings.retry_for, float("inf"), most, most)
 
     with watching(context, files):

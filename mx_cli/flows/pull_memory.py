@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mx_cli.base.errors import Incompatible, MxError, StillLanding, UsageError
-from mx_cli.engine.buffers import never_free
+from mx_cli.engine.buffers import Pool, never_free
 from mx_cli.engine.many import Bell, Many, Member, trouble
 from mx_cli.engine.meter import Meter
 from mx_cli.engine.ports import ReadItem, Sink, Source
 from mx_cli.engine.run import Limits, Transfer, cores
+from mx_cli.flows.bounds import connections, width
 from mx_cli.flows.context import Context
 from mx_cli.model.digest import FILE_DTYPE
-from mx_cli.model.holding import Extent, Holding
+from mx_cli.model.holding import HOST, Extent, Holding
 from mx_cli.model.manifest import Entry
 from mx_cli.plan.blocks import aligned
 from mx_cli.sinks.host import MemorySink
 from mx_cli.transport.disk import Disk
 from mx_cli.transport.peer import ITEM, PeerSource
+
+if TYPE_CHECKING:
+    from mx_cli.transport.gds import Gds
 
 SHOWN = 5
 START_WIDTH = 4
@@ -142,12 +147,14 @@ def carry(
 
     source = Many(members, bell, tell)
     settings = context.settings
-    width = source.caps.max_in_flight
     # Peers and disks are watched by `Many`; an origin is the engine's to watch and to widen.
-    limits = Limits(settings.retry_for, float("inf"), width, width, in_order=True)
+    most = width(context, source.caps.max_in_flight, ITEM)
+    limits = Limits(settings.retry_for, float("inf"), most, most, in_order=True)
     if any(member.reserve for member in members):
-        most = settings.max_connections
-        limits = Limits(settings.retry_for, settings.stall_timeout, START_WIDTH * cores(), most, in_order=True)
+        most = connections(context)
+        limits = Limits(
+            settings.retry_for, settings.stall_timeout, min(most, START_WIDTH * cores()), most, in_order=True
+        )
     gate = context.gates[source.caps.host]
     transfer = Transfer(source, sink, limits, gate, meter, context.stop, context.on_retry)
     start = time.perf_counter()
@@ -194,12 +201,40 @@ def pieces_to_read(holding: Holding, targets: Sequence[Extent], entries: Mapping
 
 
 def disk_member(
-    directory: Path, holding: Holding, bell: Bell, context: Context, entries: Mapping[str, Entry] | None = None
+    directory: Path,
+    holding: Holding,
+    bell: Bell,
+    context: Context,
+    entries: Mapping[str, Entry] | None = None,
+    device: int = HOST,
 ) -> Member:
-    """A directory on disk as a source: a snapshot, or files as they were listed."""
-    path = Disk(directory, holding, entries, context.notice)
+    """A directory on disk as a source: a snapshot, or files as they were listed. `device`: the GPU that they are for."""
+    disk = Disk(directory, holding, entries, context.notice, locked(device, context))
+    path: Disk | Gds = disk
+    if device != HOST:
+        from mx_cli.transport.gds import over
+
+        path = over(disk, device, context.notice)
     name = "cache" if entries is None else "disk"
     return Member(name, PeerSource(name, holding, path, bell.ring, lambda: None))
+
+
+def locked(device: int, context: Context) -> Callable[[Pool], None]:
+    """What is done with host memory that bytes go through on their way to GPU `device`: copies from locked memory are fast."""
+
+    def lock(pool: Pool) -> None:
+        from mx_cli.transport.on_gpu import pin
+
+        if why := pin(pool):
+            context.detail(why)
+
+    return lock if device != HOST else lambda pool: None
+
+
+def only_gpu(devices: Iterable[int]) -> int:
+    """The GPU among them; HOST for none, and for several."""
+    found = set(devices) - {HOST}
+    return found.pop() if len(found) == 1 else HOST
 
 
 def _say(shape: Shape) -> str:

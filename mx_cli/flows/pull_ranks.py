@@ -21,14 +21,13 @@ from mx_cli.flows.cuts import config_of, cut_of
 from mx_cli.flows.holdings import local_holding
 from mx_cli.flows.in_process import merged
 from mx_cli.flows.pull import Pull, PullRequest
-from mx_cli.flows.pull_memory import Moved, Put, Shape, disk_member, place_of, table
+from mx_cli.flows.pull_memory import Moved, Put, Shape, disk_member, only_gpu, place_of, table
 from mx_cli.flows.pull_tensors import Received
 from mx_cli.flows.rank_targets import Choose, Make
 from mx_cli.flows.ranks import Memory, bring, rows_between, rows_of, twins_of
 from mx_cli.flows.share_peers import Offered, SharePeering, offered, twins_among
 from mx_cli.model import identity
 from mx_cli.model.holding import HOST
-from mx_cli.model.identity import kind_of
 from mx_cli.model.manifest import Manifest
 from mx_cli.model.selection import index_files
 from mx_cli.model.share import Share
@@ -53,12 +52,14 @@ class RankPull:
         rules: Any,
         choose: Choose,
         make: Make,
-        put: Put,
+        put: Put | None,
         keep: Keep | None = None,
     ) -> None:
         self._request, self._context, self._put, self._keep = request, context, put, keep
         self._rank, self._rules, self._choose, self._make = rank, rules, choose, make
         self.puller = Pull(request, context)
+        # That of the weights it is a part of.
+        self.identity = ""
         self._begun: set[str] = set()
         self._tensors: dict[str, Any] = {}
 
@@ -102,13 +103,13 @@ class RankPull:
         shares = self._shares(shapes, lambda: config_of(file.read_bytes() if file.is_file() else None))
         memory = self._memory(shapes, shares, twins_of(holding, shapes, shares))
         bell = Bell()
-        members = [disk_member(directory, holding, bell, self._context)]
+        members = [disk_member(directory, holding, bell, self._context, device=_gpu(memory))]
         rows = rows_of(holding, shapes, shares, memory.places)
         moved = bring(holding, rows, members, bell, self._context, self._put, memory)
         if self._keep:
             for path in _beside(holding.manifest):
                 self._keep(path, (directory / path).read_bytes())
-        self._tensors = memory.tensors()
+        self._tensors, self.identity = memory.tensors(), taken.result.identity
         return Taken(self._received(name, shares, holding.kinds, [moved], holding.version), taken.reason)
 
     # -- stream --------------------------------------------------------------------------------------------------
@@ -125,12 +126,13 @@ class RankPull:
             memory = self._memory(shapes, shares, twins_of(holding, shapes, shares))
             rows = rows_of(holding, shapes, shares, memory.places)
             bell = Bell()
-            members = [member(found, origin, bell, self._context)]
+            members = [member(found, origin, bell, self._context, _gpu(memory))]
             moved = bring(holding, rows, members, bell, self._context, self._put, memory, found.entries)
             if self._keep:
                 for path, read in files_beside(found, origin).items():
                     self._keep(path, read())
             self._tensors = memory.tensors()
+            self.identity = next((one.id for one in holding.identities), "")
             reason = f"{origin.uri}, past the cache"
             return Taken(self._received(route.STREAM, shares, holding.kinds, [moved], holding.version), reason)
         finally:
@@ -138,15 +140,9 @@ class RankPull:
 
     # -- peers ---------------------------------------------------------------------------------------------------
 
-    def _wanted(self) -> list[str]:
-        """The weights whole, and sets of peers that have them in parts."""
-        if kind_of(self._request.model):
-            return [self._request.model]
-        known = self.puller.identities()
-        return [one.id for one in known] + [identity.of_shares(one).id for one in known if one.kind == "origin"]
-
     def _from_peers(self) -> Taken[Received]:
-        peering = SharePeering(self._context, self._wanted(), self._request.wish)
+        wanted = shares_wanted(self.puller)
+        peering = SharePeering(self._context, wanted, self._request.wish)
         try:
             found, shares = peering.find_set(self._context.settings.wait or 0.0, self._agreed)
             memory = self._memory(found.shapes, shares, twins_among(found, shares))
@@ -154,7 +150,7 @@ class RankPull:
             if self._keep:
                 self._keep_from(found, peering)
             peering.check_all()
-            self._tensors = memory.tensors()
+            self._tensors, self.identity = memory.tensors(), wanted[0]
             kinds = {name: kind for group in found.groups for name, kind in group.holding.kinds.items()}
             version = min(group.holding.version for group in found.groups)
             peers = [peer for group in found.groups for peer in group.peers if peer.path]
@@ -193,7 +189,7 @@ class RankPull:
         """Raises Incompatible unless the groups together have all that is wanted."""
         found = offered(groups)
         shares = self._shares(found.shapes, found.config)
-        _parts(found, shares, list(shares), range(len(groups)))
+        parts_of(found, shares, list(shares), range(len(groups)))
         return found, shares
 
     def _received(
@@ -218,13 +214,21 @@ class RankPull:
         )
 
 
+def shares_wanted(puller: Pull) -> list[str]:
+    """Identities of the weights whole, and of sets of peers that have them in parts."""
+    if puller.by_identity:
+        return puller.wanted()
+    known = puller.identities()
+    return [one.id for one in known] + [identity.of_shares(one).id for one in known if one.kind == "origin"]
+
+
 def _beside(manifest: Manifest) -> list[str]:
     """The files beside the weights: configuration, tokenizer. What lists the weights' files says nothing of a part."""
     indexes = set(index_files([record.path for record in manifest.files]))
     return [record.path for record in manifest.files if record.path not in {*manifest.weights, *indexes}]
 
 
-def _parts(
+def parts_of(
     found: Offered, shares: Mapping[str, Share], names: Sequence[str], alive: Sequence[int]
 ) -> dict[str, list[Any]]:
     """From which groups each tensor's pieces come. Raises Incompatible naming a tensor and what nobody has of it."""
@@ -252,7 +256,7 @@ class _Set:
         memory: Memory,
         peering: SharePeering,
         context: Context,
-        put: Put,
+        put: Put | None,
     ) -> None:
         self._found, self._shares, self._memory = found, shares, memory
         self._peering, self._context, self._put = peering, context, put
@@ -265,7 +269,7 @@ class _Set:
         failure: MxError | None = None
         while todo:
             try:
-                plan = _parts(self._found, self._shares, todo, alive)
+                plan = parts_of(self._found, self._shares, todo, alive)
             except Incompatible as error:
                 raise failure or error from None
             done, failed = self._round(plan)
@@ -327,6 +331,10 @@ class _Set:
         return pool.submit(
             bring, group.holding, rows, members, bell, context, self._put, self._memory, many_runs=many_runs
         )
+
+
+def _gpu(memory: Memory) -> int:
+    return only_gpu(device for _, _, device in memory.regions)
 
 
 def _stop(work: Stop, outer: Stop) -> None:

@@ -176,6 +176,11 @@ def bring(
     return dataclasses.replace(moved, bytes=wanted + extra, extra=extra)
 
 
+def items_to_read(holding: Holding, rows: Sequence[Rows], entries: Mapping[str, Entry]) -> list[ReadItem]:
+    """The pieces that `bring` would read."""
+    return items_of(holding, rows, RowsSink(rows, READ_ALONG), entries)
+
+
 def items_of(holding: Holding, rows: Sequence[Rows], sink: RowsSink, entries: Mapping[str, Entry]) -> list[ReadItem]:
     """Pieces that hold the rows, and split no block of digests that they hold whole."""
     groups: dict[tuple[str, int], list[Rows]] = {}

@@ -9,26 +9,22 @@ from typing import Any
 from mx_cli.base import units
 from mx_cli.base.cancel import Stop
 from mx_cli.base.errors import MxError, NoSpace, TransportFailed, UsageError
-from mx_cli.base.memory import available
 from mx_cli.engine.many import Bell, Many, Member
 from mx_cli.engine.meter import Meter
 from mx_cli.engine.ports import ReadItem
 from mx_cli.engine.run import Limits, Transfer, cores
+from mx_cli.flows.bounds import BESIDE, CONNECTION, memory_limit
 from mx_cli.flows.catalog import Catalog, catalog, member
 from mx_cli.flows.context import Context
 from mx_cli.flows.in_process import process_context, require_torch
 from mx_cli.flows.load import chosen_tensors
-from mx_cli.flows.pull_memory import close
+from mx_cli.flows.pull_memory import close, locked
 from mx_cli.flows.pull_tensors import device_number
 from mx_cli.model.holding import HOST, Tensor
 from mx_cli.plan.blocks import aligned
 from mx_cli.sinks.ring import ALIGN, Buffers, Group, Ring, RingSink, Room
 from mx_cli.transport.peer import ITEM
 
-MEMORY = 256 << 20
-BESIDE = 32 << 20
-"""Bytes of a stream's memory that are not its ring: connections, their buffers, the plan."""
-CONNECTION = 1 << 20
 JOIN = 10.0
 """Seconds for the thread that reads to end: most of them pass only when a read hangs."""
 PACK = ITEM - ALIGN
@@ -58,20 +54,14 @@ def stream(
     the iterator ends the reading.
     """
     require_torch()
-    context = process_context(settings)
+    context = process_context(settings if memory is None else {**settings, "memory": memory})
     index = device_number(device)
-    limit = _limit(memory)
+    limit = memory_limit(context)
     found, origin = catalog(model, revision, context)
     try:
         yield from _stream(found, origin, names, limit, index, owned, context)
     finally:
         origin.close()
-
-
-def _limit(memory: str | int | None) -> int:
-    if memory is None:
-        return min(MEMORY, available() // 2)
-    return units.parse_size(memory) if isinstance(memory, str) else memory
 
 
 def _stream(
@@ -82,10 +72,8 @@ def _stream(
     owns = owned and device == HOST
     size = _ring_size(groups, limit, owns)
     room: Room = Buffers(size) if owns else Ring(size)
-    if isinstance(room, Ring) and device != HOST:
-        from mx_cli.transport.on_gpu import pin
-
-        pin(room.pool.address, room.pool.size)
+    if isinstance(room, Ring):
+        locked(device, context)(room.pool)
     sink = RingSink(groups, room)
     bell = Bell()
     source = Many([member(found, origin, bell, context)], bell, _left)
@@ -164,7 +152,7 @@ def _read(
         entry = found.entries.get(group.file) or found.holding.entry(record)
         spans = aligned([(group.start, group.end)], found.holding.blocks(group.file), ITEM)
         items += [ReadItem(entry, start, end - start) for start, end in spans]
-    most = max(1, min(source.caps.max_in_flight, settings.max_connections, beside // (2 * CONNECTION)))
+    most = max(1, min(source.caps.max_in_flight, settings.max_connections, beside // CONNECTION))
     limits = Limits(settings.retry_for, settings.stall_timeout, min(most, 4 * cores()), most, in_order=True)
     gate = context.gates[source.caps.host]
     transfer = Transfer(source, sink, limits, gate, Meter(), work, context.on_retry)
