@@ -114,6 +114,7 @@ _PROBES: dict[str, Callable[[], bool]] = {
     "nixl": _nixl,
     "safetensors": lambda: _module("safetensors"),
     "huggingface_hub": lambda: _module("huggingface_hub"),
+    "transformers": lambda: _module("transformers"),
     "vllm": lambda: _module("vllm"),
     "fake-gcs-server": lambda: fake_gcs_server() is not None,
 }

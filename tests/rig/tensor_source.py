@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.rig import tensor_parallel
+from tests.rig import tensor_parallel, tiny_models
 from tests.rig.capabilities import PATH
 from tests.rig.checkpoints import noise
 
@@ -122,6 +122,10 @@ def recipe(text: str) -> Any:
     if name == "overlap":
         storage = torch.arange(3 * MIB, dtype=torch.int32)
         return {"a": storage[: 2 * MIB], "b": storage[MIB:]}
+    if name == "pretrained":
+        return tiny_models.pretrained(argument)
+    if name == "pipeline":
+        return tiny_models.pipeline()
     if name == "rank":
         return tensor_parallel.shares(tensor_parallel.tensors(), *map(int, argument.split("/")))
     raise KeyError(text)
