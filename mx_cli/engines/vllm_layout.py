@@ -1,7 +1,6 @@
 """What shapes a rank's tensors in vLLM, for the identity that peers compare.
 
-Only reads attributes of vLLM's configuration objects; what a version lacks counts as None, so that versions that differ in
-it have different identities.
+Reads attributes of vLLM's configuration objects, nothing else; what a version lacks counts as None.
 """
 
 from __future__ import annotations
@@ -24,6 +23,16 @@ class Coordinates:
     dp: int = 0
 
 
+@dataclass(frozen=True)
+class Build:
+    """What runs: vLLM's version, torch's, the GPU's architecture, and the variables that vLLM says change what it computes with."""
+
+    version: str
+    torch: str = ""
+    gpu_arch: str = ""
+    variables: Any = None
+
+
 def refusal(config: Any, model: Any, stage: str) -> str:
     """Why no tensors are exchanged with this engine; empty when they may be."""
     if _get(config.parallel_config, "enable_eplb"):
@@ -33,14 +42,14 @@ def refusal(config: Any, model: Any, stage: str) -> str:
     return ""
 
 
-def layout(config: Any, model: Any, stage: str, version: str, at: Coordinates) -> dict[str, Any]:
+def layout(config: Any, model: Any, stage: str, build: Build, at: Coordinates) -> dict[str, Any]:
     """The factors of one rank, as `model.layout` takes them. `config`: the engine's; `model`: its model's."""
     parallel = config.parallel_config
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     pcp = _get(parallel, "prefill_context_parallel_size") or 1
     found: dict[str, Any] = {
         "engine": "vllm",
-        "engine_version": version,
+        "engine_version": build.version,
         "tp": tp,
         "pp": pp,
         "rank": (at.pp * pcp + at.pcp) * tp + at.tp,
@@ -58,14 +67,12 @@ def layout(config: Any, model: Any, stage: str, version: str, at: Coordinates) -
         found["ep_rank"] = (at.dp * pcp + at.pcp) * tp + at.tp
         found["expert_placement"] = _get(parallel, "expert_placement_strategy")
     if stage == "processed":
-        found |= _processed(config, model)
+        found |= _processed(config, model, build)
     return {name: value if isinstance(value, int) else str(value) for name, value in found.items()}
 
 
-def _processed(config: Any, model: Any) -> dict[str, Any]:
+def _processed(config: Any, model: Any, build: Build) -> dict[str, Any]:
     """What post-processing depends on besides."""
-    import torch
-
     attention, kernel = _get(config, "attention_config"), _get(config, "kernel_config")
     cache = config.cache_config
     text = _get(model, "hf_text_config")
@@ -73,8 +80,8 @@ def _processed(config: Any, model: Any) -> dict[str, Any]:
         name: _get(text, name) for name in ("rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings")
     }
     return {
-        "torch": torch.__version__,
-        "gpu_arch": _gpu_arch(),
+        "torch": build.torch,
+        "gpu_arch": build.gpu_arch,
         "attention_backend": _get(attention, "backend"),
         "moe_backend": _get(kernel, "moe_backend"),
         "linear_backend": _get(kernel, "linear_backend"),
@@ -84,25 +91,8 @@ def _processed(config: Any, model: Any) -> dict[str, Any]:
         "kv_cache_skip_layers": _get(cache, "kv_cache_dtype_skip_layers"),
         "rope": _digest(rope),
         "max_model_len": _get(model, "max_model_len"),
-        "variables": _digest(_variables()),
+        "variables": _digest(build.variables),
     }
-
-
-def _gpu_arch() -> str:
-    import torch
-
-    if not torch.cuda.is_available():
-        return "cpu"
-    major, minor = torch.cuda.get_device_capability()
-    return f"sm{major}{minor}"
-
-
-def _variables() -> Any:
-    """The variables that vLLM itself says change what it computes with."""
-    from vllm import envs
-
-    factors = getattr(envs, "compile_factors", None)
-    return factors() if factors else None
 
 
 def _quantization(model: Any) -> Any:

@@ -15,7 +15,7 @@ from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 if TYPE_CHECKING:
     from mx_cli.engines.loading import Rank, Tensors
     from mx_cli.engines.options import Options
-    from mx_cli.engines.vllm_layout import Coordinates
+    from mx_cli.engines.vllm_layout import Build, Coordinates
 
 logger = init_logger("vllm.mx")
 
@@ -81,7 +81,6 @@ class _Load:
         self._before = dict(self._by_name), list(self._in_order)
 
     def run(self) -> Any:
-        from vllm import __version__
         from vllm.utils.import_utils import resolve_obj_by_qualname
 
         from mx_cli.engines import vllm_layout
@@ -99,7 +98,7 @@ class _Load:
         started = Started(
             str(self._model.model),
             self._model.revision,
-            vllm_layout.layout(self._config, self._model, options.stage, __version__, at),
+            vllm_layout.layout(self._config, self._model, options.stage, _build(), at),
             vllm_layout.refusal(self._config, self._model, options.stage),
         )
         module = Loading(self, options, context, rank, started, offering, _say).run()
@@ -131,6 +130,19 @@ class _Load:
 
     def fill_anyhow(self, module: Any) -> None:
         DummyModelLoader(self._loader._plain).load_weights(module, self._model)
+
+
+def _build() -> Build:
+    import torch
+    from vllm import __version__, envs
+
+    from mx_cli.engines.vllm_layout import Build
+
+    arch = "cpu"
+    if torch.cuda.is_available():
+        arch = "sm{}{}".format(*torch.cuda.get_device_capability())
+    factors = getattr(envs, "compile_factors", None)
+    return Build(__version__, torch.__version__, arch, factors() if factors else None)
 
 
 def _coordinates(parallel: Any) -> Coordinates:
