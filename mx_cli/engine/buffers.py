@@ -8,6 +8,7 @@ import ctypes
 import mmap
 import os
 import threading
+from collections.abc import Callable
 
 from mx_cli.base import units
 from mx_cli.base.errors import NoSpace
@@ -32,9 +33,14 @@ def never_free(memory: object) -> None:
 
 
 class Buffers:
-    """Reused, page-aligned buffers of STEP bytes. At most as many exist as are in use at once. Thread-safe."""
+    """Reused, page-aligned buffers of STEP bytes. At most as many exist as are in use at once. Thread-safe.
 
-    def __init__(self) -> None:
+    `made`, where there is one, is shown the memory of each.
+    """
+
+    def __init__(self, made: Callable[[Pool], None] | None = None) -> None:
+        self._made = made
+        self._pools: list[Pool] = []
         self._lock = threading.Lock()
         self._free: list[memoryview] = []
 
@@ -42,7 +48,13 @@ class Buffers:
         with self._lock:
             if self._free:
                 return self._free.pop()
-        return memoryview(mmap.mmap(-1, STEP))
+        if self._made is None:
+            return memoryview(mmap.mmap(-1, STEP))
+        pool = Pool(STEP)
+        self._made(pool)
+        with self._lock:
+            self._pools.append(pool)
+        return pool.view[:STEP]
 
     def give(self, view: memoryview) -> None:
         with self._lock:

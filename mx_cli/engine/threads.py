@@ -11,7 +11,7 @@ import xxhash
 
 from mx_cli.base.errors import MxError, TransportFailed, Unreachable
 from mx_cli.base.oserrors import explain
-from mx_cli.engine.buffers import STEP, Buffers, at_address, run_at, scatter, write_at
+from mx_cli.engine.buffers import STEP, Buffers, Pool, at_address, run_at, scatter, write_at
 from mx_cli.engine.ports import (
     Block,
     Dest,
@@ -168,12 +168,17 @@ class Lifted(Threads):
     """The Source made of a Reader, which stays its owner's to close."""
 
     def __init__(
-        self, reader: Reader, throttle: Throttle | None = None, ring: Callable[[], None] = lambda: None
+        self,
+        reader: Reader,
+        throttle: Throttle | None = None,
+        ring: Callable[[], None] = lambda: None,
+        made: Callable[[Pool], None] | None = None,
     ) -> None:
+        """`made`: see Buffers."""
         super().__init__(ring)
         self._reader = reader
         self._throttle = throttle
-        self._buffers = Buffers()
+        self._buffers = Buffers(made)
 
     @property
     def caps(self) -> SourceCaps:

@@ -20,12 +20,12 @@ from mx_cli.flows.hash import is_local
 from mx_cli.flows.hash_anything import snapshot_manifest
 from mx_cli.flows.holdings import holding_of
 from mx_cli.flows.parts import named_by_part
-from mx_cli.flows.pull_memory import disk_member
+from mx_cli.flows.pull_memory import disk_member, locked
 from mx_cli.flows.request import Request, Wanted
 from mx_cli.flows.select import wanted_of
 from mx_cli.model import header, identity
 from mx_cli.model.header import Header
-from mx_cli.model.holding import Holding, start_key
+from mx_cli.model.holding import HOST, Holding, start_key
 from mx_cli.model.manifest import Entry, FileRecord, Listing, Manifest, selection_digest
 from mx_cli.model.selection import RULES_VERSION
 from mx_cli.model.shard_index import check_homes
@@ -165,12 +165,13 @@ def found_config(found: Catalog, origin: OpenOrigin) -> Mapping[str, Any] | None
     return config_of(origin.read(entry, CONFIG_LIMIT) if entry else None)
 
 
-def member(found: Catalog, origin: OpenOrigin, bell: Bell, context: Context) -> Member:
-    """The source of a catalog's bytes: this machine's disk, or the origin."""
+def member(found: Catalog, origin: OpenOrigin, bell: Bell, context: Context, device: int = HOST) -> Member:
+    """The source of a catalog's bytes: this machine's disk, or the origin. `device`: the GPU that they are for."""
     if found.directory is not None:
-        return disk_member(found.directory, found.holding, bell, context, found.entries or None)
+        return disk_member(found.directory, found.holding, bell, context, found.entries or None, device)
     rate = context.settings.max_bandwidth
-    return Member("origin", Lifted(origin, Throttle(rate) if rate else None, bell.ring), reserve=True)
+    made = locked(device, context) if device != HOST else None
+    return Member("origin", Lifted(origin, Throttle(rate) if rate else None, bell.ring, made), reserve=True)
 
 
 def files_beside(found: Catalog, origin: OpenOrigin) -> dict[str, Callable[[], bytes]]:

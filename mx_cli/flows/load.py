@@ -92,7 +92,7 @@ def _copy(
     """Put the tensors `names` into `tensors`, in memory of their own."""
     layout = own_tensors(found.holding, names, device, tensors, fresh=True)
     bell = Bell()
-    sources = [member(found, origin, bell, context)]
+    sources = [member(found, origin, bell, context, device)]
     move(found.holding, layout.targets, sources, bell, context, put_on_gpu(), layout, found.entries)
     layout.finish()
 
@@ -124,7 +124,7 @@ def _load_share(
         memory = own_memory(shapes, shares, twins_of(found.holding, shapes, shares), device)
         rows = rows_of(found.holding, shapes, shares, memory.places)
         bell = Bell()
-        members = [member(found, origin, bell, context)]
+        members = [member(found, origin, bell, context, device)]
         bring(found.holding, rows, members, bell, context, put_on_gpu(), memory, found.entries)
         return memory.tensors()
     finally:

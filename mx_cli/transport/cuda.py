@@ -31,6 +31,15 @@ def _driver() -> ctypes.CDLL:
         ) from None
 
 
+def device_count() -> int:
+    """How many GPUs the driver has for this process; 0 without a driver."""
+    try:
+        driver, count = _driver(), ctypes.c_int()
+    except MissingCapability:
+        return 0
+    return 0 if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) else count.value
+
+
 def allocation_of(address: int) -> Allocation:
     """The block that holds `address`, a pointer into GPU memory. Raises MissingCapability, TransportFailed."""
     base, length = ctypes.c_uint64(), ctypes.c_size_t()

@@ -18,7 +18,7 @@ from pathlib import Path
 from mx_cli.base import filesystem
 from mx_cli.base.errors import IntegrityError, OriginChanged, StillLanding, TransportFailed
 from mx_cli.base.oserrors import explain
-from mx_cli.engine.buffers import at_address, scatter
+from mx_cli.engine.buffers import Pool, at_address, scatter
 from mx_cli.engine.ports import Memory, ReadItem
 from mx_cli.engine.threads import Flight
 from mx_cli.model.holding import HOST, Holding
@@ -42,7 +42,8 @@ class Disk:
     """Files of a directory, open for as long as this path is: who removes or evicts them does not disturb it.
 
     `entries`: the files as they were listed, by path; one that has changed since is OriginChanged, as is one that changes
-    while it is read. `notice` is told once when O_DIRECT does not work. Thread-safe.
+    while it is read. `notice` is told once when O_DIRECT does not work; `made` is shown the memory that bytes for a GPU
+    come through. Thread-safe.
     """
 
     name = "disk"
@@ -53,10 +54,11 @@ class Disk:
         holding: Holding,
         entries: Mapping[str, Entry] | None = None,
         notice: Callable[[str], None] = lambda text: None,
+        made: Callable[[Pool], None] = lambda pool: None,
     ) -> None:
         """Raises NotFound, FilesystemRefused, OriginChanged, IntegrityError for a file of another size."""
         self._directory = directory
-        self._files: dict[str, _File] = {}
+        self.files: dict[str, OpenFile] = {}
         self._notice = notice
         self._noticed = threading.Lock()
         self._edges = threading.local()
@@ -64,18 +66,18 @@ class Disk:
         try:
             for record in holding.manifest.files:
                 entry = (entries or {}).get(record.path)
-                self._files[record.path] = _File(directory / record.path, record.size, entry)
+                self.files[record.path] = OpenFile(directory / record.path, record.size, entry)
         except BaseException:
             self.close()
             raise
-        over_network = any(file.kind in filesystem.NETWORK for file in self._files.values())
+        over_network = any(file.kind in filesystem.NETWORK for file in self.files.values())
         self.window = NETWORK_READS if over_network else LOCAL_READS
-        self._buffers = ReadBuffers(self.window)
+        self._buffers = ReadBuffers(self.window, made=made)
         self._bounce = ReadBuffers(self.window, ITEM + 2 * BLOCK)
 
     def bring(self, item: ReadItem, dest: Memory, flight: Flight) -> None:
         """Into place directly where that is host memory, else through a buffer."""
-        file = self._files[item.entry.path]
+        file = self.files[item.entry.path]
         try:
             with self._inside.entered(item.entry.path), file.used():
                 for offset, length, address in dest.parts:
@@ -87,7 +89,7 @@ class Disk:
         except OSError as error:
             raise explain(error, f"reading {file.path}") from None
 
-    def _through_buffer(self, file: _File, at: int, offset: int, length: int, dest: Memory, flight: Flight) -> None:
+    def _through_buffer(self, file: OpenFile, at: int, offset: int, length: int, dest: Memory, flight: Flight) -> None:
         address = self.buffer()
         try:
             for done in range(0, length, ITEM):
@@ -97,7 +99,7 @@ class Disk:
         finally:
             self.give_back(address)
 
-    def _fill(self, file: _File, at: int, address: int, length: int, flight: Flight) -> None:
+    def _fill(self, file: OpenFile, at: int, address: int, length: int, flight: Flight) -> None:
         """Bytes [at, at + length) of the file to `address`, in steps of ITEM."""
         end = at + length
         while at < end:
@@ -111,7 +113,7 @@ class Disk:
 
     # -- O_DIRECT ------------------------------------------------------------------------------------------------
 
-    def _direct(self, file: _File, at: int, address: int, length: int) -> int:
+    def _direct(self, file: OpenFile, at: int, address: int, length: int) -> int:
         """How many bytes came: fewer at the end of a file, and where O_DIRECT does not work after all."""
         edges = self._edge_blocks()
         try:
@@ -159,16 +161,17 @@ class Disk:
     def close(self) -> None:
         """See `Path.close`. Reads that do not end keep their files open, and this object's buffers alive."""
         ended = self._inside.close(LEAVE)
-        for file in self._files.values():
+        for file in self.files.values():
             file.close()
         if not ended:
             raise StillLanding(f"a read of {self._directory} has not ended {LEAVE:g} s after it was given up")
 
 
-class _File:
+class OpenFile:
     """An open file, and what was found out about it."""
 
-    def __init__(self, path: Path, size: int, entry: Entry | None) -> None:
+    def __init__(self, path: Path, size: int | None = None, entry: Entry | None = None) -> None:
+        """`size` and `entry`: what is expected of it. Raises what `Disk` does."""
         self.path = path
         self._lock = threading.Lock()
         self._direct: int | None = None
@@ -181,10 +184,11 @@ class _File:
         self.kind = filesystem.kind(self.fd)
         self.takes_direct = self.kind not in filesystem.NETWORK | filesystem.IN_MEMORY
         status = os.fstat(self.fd)
+        self.size = status.st_size
         self._state = (status.st_size, entry.validator if entry else filesystem.version(status))
         try:
             self.check()
-            if status.st_size != size:
+            if size is not None and status.st_size != size:
                 raise IntegrityError(f"{path}: {status.st_size} bytes, expected {size}")
         except BaseException:
             self.close()
@@ -263,7 +267,7 @@ def _straight(fd: int, at: int, address: int, length: int, edges: memoryview) ->
     return got
 
 
-def _through_cache(file: _File, at: int, view: memoryview) -> None:
+def _through_cache(file: OpenFile, at: int, view: memoryview) -> None:
     done = 0
     while done < len(view):
         count = os.preadv(file.fd, [view[done:]], at + done)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 from mx_cli.base.errors import MissingCapability, NoSpace
+from mx_cli.engine.buffers import Pool
 from mx_cli.model.holding import Extent
 from mx_cli.transport import cuda
+
+_streams = threading.local()
 
 
 def require(index: int) -> Any:
@@ -69,14 +74,46 @@ def copy_out(index: int) -> Callable[[Extent, memoryview], None]:
 def copy_to(index: int, address: int, view: memoryview) -> None:
     """Host bytes to an address of GPU `index`. Blocks until they are there."""
     torch = require(index)
-    target = torch.as_tensor(_Bytes(address, len(view)), device=f"cuda:{index}")
-    target.copy_(torch.frombuffer(view, dtype=torch.uint8))
-    torch.cuda.synchronize(index)
+    _copy(torch, index, _at(torch, index, address, len(view)), torch.frombuffer(view, dtype=torch.uint8))
 
 
-def pin(address: int, length: int) -> None:
-    """Lock host memory, so that copies to a GPU overlap with what follows. Raises NoSpace."""
+def copy_within(index: int, source: int, target: int, length: int) -> None:
+    """Bytes of GPU `index` to another place of it. Blocks until they are there."""
+    torch = require(index)
+    _copy(torch, index, _at(torch, index, target, length), _at(torch, index, source, length))
+
+
+def bytes_at(index: int, address: int, length: int) -> bytes:
+    """What stands at an address of GPU `index`. Blocks."""
+    torch = require(index)
+    return bytes(_at(torch, index, address, length).cpu().numpy())
+
+
+def _at(torch: Any, index: int, address: int, length: int) -> Any:
+    return torch.as_tensor(_Bytes(address, length), device=f"cuda:{index}")
+
+
+def _copy(torch: Any, index: int, target: Any, source: Any) -> None:
+    """In a stream of this thread's own: it waits for no copies but its own, and those of other threads go on meanwhile.
+
+    What was under way before, such as the first values of a module, comes first.
+    """
+    stream = getattr(_streams, f"cuda:{index}", None)
+    if stream is None:
+        torch.cuda.synchronize(index)
+        stream = torch.cuda.Stream(index)
+        setattr(_streams, f"cuda:{index}", stream)
+    stream.wait_stream(torch.cuda.default_stream(index))
+    with torch.cuda.stream(stream):
+        target.copy_(source, non_blocking=True)
+    stream.synchronize()
+
+
+def pin(pool: Pool) -> str:
+    """Lock host memory for as long as it lives: copies from it to a GPU need no other copy before. Why not, if it cannot be."""
     torch = require(0)
-    status = torch.cuda.cudart().cudaHostRegister(address, length, 0)
-    if int(status):
-        raise NoSpace(f"cannot lock {length} bytes of host memory (CUDA error {int(status)})", hint="ulimit -l")
+    status = int(torch.cuda.cudart().cudaHostRegister(pool.address, pool.size, 0))
+    if status:
+        return f"host memory is not locked (CUDA error {status} for {pool.size} bytes)"
+    weakref.finalize(pool, torch.cuda.cudart().cudaHostUnregister, pool.address).atexit = False
+    return ""

@@ -34,9 +34,13 @@ class Opens(Protocol):
 
 
 class ReadBuffers:
-    """`size` bytes of host memory for each read at once, in one pool that is made when the first is asked for."""
+    """`size` bytes of host memory for each read at once, in one pool that is made when the first is asked for.
 
-    def __init__(self, count: int, size: int = ITEM) -> None:
+    `made` is shown the pool.
+    """
+
+    def __init__(self, count: int, size: int = ITEM, made: Callable[[Pool], None] = lambda pool: None) -> None:
+        self._made = made
         self._count, self._size = count, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         self._lock = threading.Lock()
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -50,6 +54,7 @@ class ReadBuffers:
 
     def make(self) -> Pool:
         self.pool = Pool(self._count * self._size)
+        self._made(self.pool)
         for index in range(self._count):
             self._free.put(self.pool.address + index * self._size)
         return self.pool
