@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mx_cli.base.errors import IntegrityError, UsageError
 from mx_cli.cache.journal import claims
-from mx_cli.cache.layout import Model, lease_name, names, part_id, read_json
+from mx_cli.cache.layout import NO_FILE, Model, lease_name, names, part_id, read_file, read_json
 from mx_cli.cache.snapshots import Missing, Snapshots, is_manifest
 from mx_cli.model.manifest import FileRecord, Manifest
 from mx_cli.plan.ranges import merge, total
@@ -125,15 +125,14 @@ def _manifests(directory: Path) -> tuple[list[Manifest], list[str], str]:
         if not is_manifest(name):
             continue
         try:
-            read.append(Manifest.from_json(json.loads((directory / name).read_bytes()), str(directory / name)))
+            read.append(Manifest.from_json(json.loads(read_file(directory / name)), str(directory / name)))
         except UsageError:
             unread.append(name)
             sealed = "a newer mx wrote it"
-        except IsADirectoryError:
-            unread.append(name)
         except OSError as error:
             unread.append(name)
-            sealed = f"its manifest cannot be read now ({error.strerror})"
+            if error.errno not in NO_FILE:
+                sealed = f"its manifest cannot be read now ({error.strerror})"
         except (ValueError, RecursionError, IntegrityError):
             unread.append(name)
     return read, unread, sealed

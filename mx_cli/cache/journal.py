@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mx_cli.base.oserrors import explain
-from mx_cli.cache.layout import names
+from mx_cli.cache.layout import names, read_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def claims(staging: Path, before: int) -> dict[str, list[Claim]]:
         if head != "journal" or not term.isdigit() or int(term) >= before:
             continue
         try:
-            data = (staging / name).read_bytes()
+            data = read_file(staging / name)
         except OSError:
             continue
         for line in data.split(b"\n"):

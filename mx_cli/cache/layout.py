@@ -24,12 +24,13 @@ import errno
 import functools
 import hashlib
 import json
+import math
 import os
 import re
 import secrets
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,6 +42,8 @@ FORMAT = 1
 UNVERSIONED = "none"
 TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# A cache of mx. Backup programs may leave it out.\n"
 HIDDEN = frozenset({errno.ENOENT, errno.ESTALE})
+NO_FILE = frozenset({errno.EISDIR, errno.EINVAL, errno.ENXIO})
+"""What reading says where a directory, a pipe or a device has a file's name."""
 NO_RENAME = frozenset({errno.ENOSYS, errno.EXDEV, errno.ENOTSUP})
 
 T = TypeVar("T")
@@ -92,7 +95,8 @@ def make_dirs(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         # Another host made it, and look-ups here do not know yet: the listing does.
-        if error.errno == errno.EEXIST and directory.name in names(directory.parent) and not directory.is_file():
+        taken = directory.is_file() or directory.is_symlink()
+        if error.errno == errno.EEXIST and directory.name in names(directory.parent) and not taken:
             return
         raise refused(error, f"creating {directory}", directory) from None
 
@@ -102,7 +106,7 @@ def refused(error: OSError, what: str, path: Path) -> FilesystemRefused:
     found = explain(error, what)
     if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
         raise found
-    near = next((parent for parent in (path, *path.parents) if parent.exists()), Path("/"))
+    near = next((parent for parent in (path, *path.parents) if os.path.exists(parent)), Path("/"))
     info = near.stat()
     mode = stat.S_IMODE(info.st_mode)
     hint = (
@@ -193,15 +197,32 @@ def is_listed(path: Path, within: Path) -> bool:
         except OSError as error:
             return error.errno in HIDDEN and place != within
         place = place / name
+        if place.is_symlink():
+            # It can be looked up. What it leads to is not there, and nothing of ours is a link.
+            return False
     return True
+
+
+def read_file(path: Path) -> bytes:
+    """All bytes of a regular file; what else took its name (a pipe, a device) is not read. Raises OSError."""
+    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return file.read()
 
 
 def read_json(path: Path) -> Any:
     """The document, or None when it is missing, hidden, unreadable or not JSON (yet)."""
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(read_file(path))
     except (OSError, ValueError, RecursionError):
         return None
+
+
+def number_in(document: Mapping[str, Any], name: str) -> float:
+    """A number that a record of another process holds; 0 for everything else that stands there."""
+    value = document.get(name)
+    return value if isinstance(value, (int, float)) and math.isfinite(value) else 0
 
 
 class Cache:
@@ -248,7 +269,8 @@ class Cache:
 
         So it is with a root that is still to be made in a volume with an fsGroup: group-writable, and setgid.
         """
-        near = next(place for place in (self.root, *self.root.parents) if place.exists())
+        # os.path.exists: Path.exists raises for a name that is too long.
+        near = next(place for place in (self.root, *self.root.parents) if os.path.exists(place))
         mode = near.stat().st_mode
         if mode & stat.S_IWGRP and (near == self.root or mode & stat.S_ISGID):
             _Umask.relax()
@@ -334,7 +356,7 @@ class Model:
         if (
             isinstance(known, dict)
             and known.get("revision") == revision
-            and time.time() - known.get("resolved", 0) < 60
+            and time.time() - number_in(known, "resolved") < 60
         ):
             return
         make_dirs(self.refs)
@@ -345,7 +367,7 @@ class Model:
         data = read_json(self.refs / f"{ref_file(name)}.json")
         if not isinstance(data, dict) or not isinstance(data.get("revision"), str):
             return None
-        return data["revision"], float(data.get("resolved", 0.0))
+        return data["revision"], number_in(data, "resolved")
 
     def mark_used(self, revision: str) -> None:
         """Leave today's mark, for gc; best effort, and nothing on a read-only mount."""

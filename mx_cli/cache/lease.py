@@ -25,7 +25,7 @@ from mx_cli.base.errors import MxError, by_name
 from mx_cli.base.oserrors import explain
 from mx_cli.base.process import boot_id, is_gone, pid_namespace, start_time
 from mx_cli.base.version import VERSION
-from mx_cli.cache.layout import make_dirs, names, read_json, seen, write_private
+from mx_cli.cache.layout import make_dirs, names, number_in, read_json, seen, write_private
 
 NO_LINK = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EACCES, errno.EXDEV})
 LOCK_TRIES = 10
@@ -119,7 +119,7 @@ class Lease:
         if not record or not record.get("boot") or record.get("boot") != boot_id():
             return False
         if record.get("pidns") and record.get("pidns") == pid_namespace():
-            return is_gone(int(record.get("pid", 0)), str(record.get("start")))
+            return is_gone(int(number_in(record, "pid")), str(record.get("start")))
         return self._lock_is_free(record.get("lock"))
 
     def _lock_is_free(self, place: Any) -> bool:
@@ -280,7 +280,7 @@ class Lease:
 
     def failed_at(self, term: int) -> float:
         """When a term failed, by its leader's clock, in seconds since 1970; 0 when that is not known."""
-        return float(self._failed(term).get("at", 0))
+        return number_in(self._failed(term), "at")
 
     def note(self, name: str) -> Mapping[str, Any]:
         """What a note says; empty when it cannot be read, or no longer."""

@@ -34,7 +34,7 @@ class Filesystem:
 
 def filesystem(path: Path) -> Filesystem:
     """The file system of the nearest existing directory. Does not write."""
-    near = next(parent for parent in (path, *path.parents) if parent.exists())
+    near = next(parent for parent in (path, *path.parents) if os.path.exists(parent))
     info = os.statvfs(near)
     kind = _kind(near)
     free = info.f_bavail * info.f_frsize

@@ -13,7 +13,7 @@ from pathlib import Path
 from mx_cli.base import canonical
 from mx_cli.base.errors import IntegrityError
 from mx_cli.base.oserrors import explain
-from mx_cli.cache.layout import Model, make_dirs, names, seen, sync_directory, write_atomic
+from mx_cli.cache.layout import Model, make_dirs, names, read_file, seen, sync_directory, write_atomic
 from mx_cli.model.manifest import FileRecord, Manifest
 
 
@@ -54,7 +54,7 @@ class Snapshots:
     def read(self, path: Path) -> Manifest | None:
         if path not in self._read:
             try:
-                data = seen(path.read_bytes, self._patience, within=self._model.path, pause=self._pause)
+                data = seen(lambda: read_file(path), self._patience, within=self._model.path, pause=self._pause)
                 self._read[path] = Manifest.from_json(json.loads(data), str(path))
             except (OSError, ValueError, RecursionError, IntegrityError):
                 return None

@@ -10,7 +10,7 @@ from typing import Any
 from mx_cli.base import units
 from mx_cli.cache.follow import Watch
 from mx_cli.cache.inventory import resumable
-from mx_cli.cache.layout import Model, names
+from mx_cli.cache.layout import Model, names, number_in
 from mx_cli.cache.lease import Lease, View
 from mx_cli.flows.context import Context
 
@@ -74,7 +74,7 @@ class _Look:
     @property
     def interval(self) -> float:
         """Seconds between two beats, as the leader says."""
-        return float(self.note.get("interval") or self._beat)
+        return number_in(self.note, "interval") or self._beat
 
     @property
     def decided(self) -> bool:
@@ -119,8 +119,8 @@ def _describe(look: _Look, ttl: float) -> Download | None:
         "leader": lease.leader(view.term),
         "term": view.term,
         "bytes_done": view.bytes_done,
-        "bytes_total": look.note.get("total"),
-        "retries": int(look.note.get("retries", 0)),
+        "bytes_total": int(number_in(look.note, "total")) if look.note.get("total") is not None else None,
+        "retries": int(number_in(look.note, "retries")),
         "resumable": kept,
     }
     if view.failed:
@@ -166,12 +166,12 @@ def _why(look: _Look, state: str, rate: float | None, ttl: float) -> str:
     note, now = look.note, time.time()
     if state == "dead":
         return "its process is gone; the next mx prefetch goes on at once"
-    if (left := float(note.get("throttled_until", 0)) - now) > 0:
+    if (left := number_in(note, "throttled_until") - now) > 0:
         return f"throttled: the origin asked to be left alone for {units.duration(left)} more{_said(note)}"
     if state == "silent":
         seen = units.duration(look.watch.silent_for)
         return f"no sign of life for {seen} of looking; after {units.duration(ttl)} another may lead{_said(note)}"
-    if note.get("retries") and now - float(note.get("error_at", 0)) < RECENT:
+    if note.get("retries") and now - number_in(note, "error_at") < RECENT:
         return f"retrying ({note['retries']} times so far){_said(note)}"
     if rate == 0 and note.get("phase") == "transfer":
         return "bytes come too slowly: no block was finished while we looked"

@@ -8,6 +8,7 @@ from typing import Any
 
 from mx_cli.base import canonical
 from mx_cli.base.errors import IntegrityError, UsageError
+from mx_cli.model.paths import check_paths, fault
 
 FORMAT = 1
 BLOCK = 4 << 20
@@ -130,12 +131,18 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: Any, where: str) -> Manifest:
-        """Raises IntegrityError for anything but a manifest, UsageError for one of a newer format."""
+        """Raises IntegrityError for anything but a manifest, UsageError for one of a newer format.
+
+        Its names become paths below the snapshot: one that leads elsewhere makes it none.
+        """
         try:
             if data["format"] > FORMAT:
                 raise UsageError(
                     f"the manifest {where} was written by a newer mx (format {data['format']}, known {FORMAT})"
                 )
+            check_paths(str(f["path"]) for f in data["files"])
+            if "/" in data["directory"] or fault(data["directory"]):
+                raise ValueError(f"directory {data['directory']!a}")
             return cls(
                 uri=str(data["uri"]),
                 revision=str(data["revision"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -104,14 +105,15 @@ class Credentials:
         home = self._context.settings.home
         path = Path(environ.get("AWS_CONFIG_FILE") or (home or Path("/")) / ".aws" / "config").expanduser()
         profile = environ.get("AWS_PROFILE") or environ.get("AWS_DEFAULT_PROFILE") or "default"
-        if not path.is_file():
+        # os.path: Path.is_file raises where the directory is another user's.
+        if not os.path.isfile(path):
             return ""
         import configparser
 
         parser = configparser.RawConfigParser(strict=False)
         try:
             parser.read(path)
-        except (configparser.Error, UnicodeDecodeError):
+        except (configparser.Error, UnicodeDecodeError, OSError):
             return ""
         section = profile if profile == "default" else f"profile {profile}"
         return parser.get(section, "region", fallback="").strip()

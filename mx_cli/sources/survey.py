@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ def _gs(resolved: Resolved) -> Capability:
         return _file(ROWS[1], "GOOGLE_APPLICATION_CREDENTIALS", Path(environ["GOOGLE_APPLICATION_CREDENTIALS"]))
     config = Path(environ.get("CLOUDSDK_CONFIG") or home / ".config" / "gcloud")
     path = config / "application_default_credentials.json"
-    if path.is_file():
+    if os.path.isfile(path):
         return Capability(ROWS[1], OK, str(path))
     return Capability(ROWS[1], OK, f"{_NONE}; a machine of Google's is asked for when it is needed")
 

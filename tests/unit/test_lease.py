@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -12,9 +13,9 @@ from mx_cli.base.errors import Interrupted
 from mx_cli.cache.lease import Lease
 
 
-def test_a_stop_does_not_wait_for_a_hidden_failure(tmp_path: Path) -> None:
+def test_a_stop_does_not_wait_for_a_hidden_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Listed, and not to be found: as on a network file system that remembers that the name was not there.
-    (tmp_path / "failed.1").symlink_to("nowhere")
+    monkeypatch.setattr(os, "listdir", lambda place: ["failed.1"])
     stop = Stop()
     stop.request(Interrupted(2))
     began = time.monotonic()
