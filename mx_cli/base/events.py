@@ -99,7 +99,7 @@ class Retried(Event):
 class Progress(Event):
     """A snapshot of the work: bytes done of total, by whom (`leader` empty = this process), how alive (seconds ago).
 
-    More done than the total: some sizes are not known.
+    More done than the total: some sizes are not known. `broke_off`: nothing more will come, and it is not all.
     """
 
     phase: str
@@ -112,6 +112,7 @@ class Progress(Event):
     leader: str = ""
     alive: float | None = None
     current: tuple[tuple[str, int, int], ...] = ()
+    broke_off: bool = False
 
     def text(self) -> str:
         from mx_cli.base import units

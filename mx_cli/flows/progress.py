@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,13 +22,13 @@ class Metered(Protocol):
 
 @contextmanager
 def watching(context: Context, work: Metered) -> Iterator[None]:
-    """While the block runs, emit a Progress every INTERVAL seconds, and a last one at its end."""
+    """While the block runs, emit a Progress every INTERVAL seconds, and a last one at its end: how far it came."""
     ended = threading.Event()
 
-    def show() -> None:
+    def show(*, broke_off: bool = False) -> None:
         # Before the work knows how much it is, there is nothing to show.
         if work.meter.files_total:
-            context.emit(snapshot(work.meter))
+            context.emit(dataclasses.replace(snapshot(work.meter), broke_off=broke_off))
 
     def tell() -> None:
         while not ended.wait(INTERVAL):
@@ -35,12 +36,14 @@ def watching(context: Context, work: Metered) -> Iterator[None]:
 
     thread = threading.Thread(target=tell, name="progress", daemon=True)
     thread.start()
+    broke_off = True
     try:
         yield
+        broke_off = False
     finally:
         ended.set()
         thread.join()
-        show()
+        show(broke_off=broke_off)
 
 
 def snapshot(meter: Meter) -> Progress:

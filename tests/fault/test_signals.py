@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 import subprocess
@@ -25,12 +26,15 @@ Start = Callable[..., Running]
 def start(mx: Mx, hub: servers.Hub) -> Start:
     """start(prefix) -> a download that is half done."""
 
-    def begin(prefix: tuple[str, ...] = ()) -> Running:
+    def begin(prefix: tuple[str, ...] = (), **variables: str) -> Running:
         hub.commit(FILES)
         hub.flags("slow=3000000")
-        env = hub.env | {"MX_PROGRESS_EVERY": "0.1s"}
+        env = hub.env | {"MX_PROGRESS_EVERY": "0.1s"} | variables
         running = mx.start("prefetch", hub.uri, "--json", env=env, prefix=prefix)
-        running.wait_err("transfer +[3-7][0-9] %", 40)
+        deadline = time.monotonic() + 40
+        while hub.bytes_served("model-0") < 0.3 * WEIGHTS:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
         return running
 
     return begin
@@ -67,6 +71,19 @@ def test_stopped(signum: signal.Signals, code: int, mx: Mx, hub: servers.Hub, st
     sent = time.monotonic()
     running.send(signum)
     check_stopped(mx, hub, running, sent, code)
+
+
+def test_the_last_lines_say_how_far_it_came(mx: Mx, hub: servers.Hub, start: Start) -> None:
+    """With few lines of progress too, the one before the error tells it, and as many bytes are kept."""
+    running = start(MX_PROGRESS_EVERY="100s")
+    running.send(signal.SIGTERM)
+    *_, last, error = running.wait(20).exits(143).err.splitlines()
+    assert error == "mx: error: stopped by SIGTERM"
+    said = re.match(r"transfer +(\d+) %", last)
+    assert said
+    assert 20 <= int(said[1]) <= 90
+    (row,) = mx("status", "--json").ok().json()["downloads"]
+    assert row["resumable"] >= int(said[1]) / 100 * WEIGHTS - 5 * MIB
 
 
 @capability("pidns")

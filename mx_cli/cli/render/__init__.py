@@ -62,6 +62,7 @@ class Renderer:
         self._lock = threading.RLock()
         self._last = 0.0
         self._share = -1.0
+        self._done = 0
         self._bar: Any = None
         self._mode = self._progress_mode()
 
@@ -111,8 +112,9 @@ class Renderer:
         first = self._last == 0.0
         due = now - self._last >= self._settings.progress_every
         moved = share - self._share >= STEP and now - self._last >= MIN_GAP
-        if first or due or moved:
-            self._last, self._share = now, share
+        ends = event.broke_off and event.bytes_done != self._done
+        if first or due or moved or ends:
+            self._last, self._share, self._done = now, share, event.bytes_done
             self._line(event)
 
     def close(self) -> None:
