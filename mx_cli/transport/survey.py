@@ -20,7 +20,8 @@ from mx_cli.transport.nixl_env import INSTALL, RDMA_DEVICES
 PLUGINS = ("UCX", "LIBFABRIC", "GDS_MT", "POSIX")
 """Those that move weights; the others are for stores that mx reads itself."""
 NIXL_ROWS = ("nixl", "nixl plug-ins", "ucx")
-GPU_ROWS = ("gpus",)
+GPU_ROWS = ("gpus", "gds")
+NVIDIA_FS = Path("/proc/driver/nvidia-fs")
 _PEER_READS = "peers' memory is read by path socket, over TLS"
 
 
@@ -66,8 +67,27 @@ def _line(path: Path) -> str:
 
 
 def gpus(arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """By the CUDA driver alone. Blocks for seconds where there are many."""
-    yield _gpus().to_json()
+    """GPU_ROWS in order. Blocks for seconds where there are many."""
+    found = _gpus()
+    yield found.to_json()
+    yield _gds(bool(found.facts["gpus"])).to_json()
+
+
+def _gds(has_gpus: bool) -> Capability:
+    """Whether files go straight from the disk into a GPU; which of them do is tried with each."""
+    from mx_cli.transport import gds
+
+    why = gds.verdict()
+    kernel = NVIDIA_FS.exists()
+    facts = {"works": not why, "nvidia_fs": kernel}
+    if not has_gpus:
+        # Nobody misses it.
+        return Capability("gds", OK, f"none ({why})", facts=facts)
+    if not why and not kernel:
+        fix = "cuFile copies by way of the host where the kernel module nvidia-fs is missing (lsmod)"
+        return Capability("gds", WARN, "works, in compatibility mode", fix, facts)
+    fix = "files go through locked host memory until then; nvidia-cufile-cu12 or the CUDA toolkit brings libcufile"
+    return judged("gds", not why, why or "works", fix, facts=facts)
 
 
 def _gpus() -> Capability:

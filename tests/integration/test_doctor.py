@@ -24,7 +24,7 @@ from tests.support import MIB, Mx, Result, Running, capability, make_checkpoint,
 
 SECRET = "a-secret-for-the-tests-of-doctor-0123456789"
 ROWS = {
-    *("python", "mx", "torch", "gpus", "nixl", "nixl plug-ins", "ucx", "rdma", "network", "/dev/shm", "memlock"),
+    *("python", "mx", "torch", "gpus", "gds", "nixl", "nixl plug-ins", "ucx", "rdma", "network", "/dev/shm", "memlock"),
     *("memory", "cpus", "huge pages", "open files", "io_uring", "cache root", "free space", "rename", "hard links"),
     *("O_DIRECT", "flock", "credentials s3", "credentials gs", "credentials hf", "discovery", "clock"),
 }
