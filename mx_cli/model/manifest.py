@@ -92,7 +92,7 @@ class FileRecord:
 class Manifest:
     """The commit point: these files of this revision are whole and right. Immutable, one per selection.
 
-    `directory` is the snapshot's name under `snapshots/`. `tensors` holds rows [file, name, dtype, shape, blocks].
+    `directory` is the snapshot's name under `snapshots/`, if it has one. `tensors` holds rows [file, name, dtype, shape, blocks].
     `listing` is everything the origin held at this revision, [path, size]: later selections are resolved from it offline.
     """
 
@@ -141,7 +141,8 @@ class Manifest:
                     f"the manifest {where} was written by a newer mx (format {data['format']}, known {FORMAT})"
                 )
             check_paths(str(f["path"]) for f in data["files"])
-            if "/" in data["directory"] or fault(data["directory"]):
+            # Of what was never in a cache it is empty.
+            if data["directory"] and ("/" in data["directory"] or fault(data["directory"])):
                 raise ValueError(f"directory {data['directory']!a}")
             return cls(
                 uri=str(data["uri"]),
