@@ -12,6 +12,7 @@ from mx_cli.base import units
 from mx_cli.base.errors import Incompatible, NoPeer, NotFound, UsageError
 from mx_cli.engine import route
 from mx_cli.engine.route import Attempt, Taken
+from mx_cli.flows import deliver
 from mx_cli.flows.context import Context, is_immutable
 from mx_cli.flows.data_path import Wish
 from mx_cli.flows.fill import Filling
@@ -138,6 +139,8 @@ class Pull:
             raise UsageError("--revision is for a URI")
         if request.origin and self.uri:
             raise UsageError("--origin is for an identity: the URI is the origin")
+        if request.to:
+            deliver.check(Request(request.model, to=request.to), request.model, context.cache().root)
 
     def run(self) -> PullOutcome:
         takers: Mapping[str, Callable[[], Taken[PullOutcome]]] = {

@@ -133,14 +133,19 @@ def move(
     Unless it is StillLanding: a read could not be ended (a mount that is dead), and `memory` is kept for ever.
     """
     items = pieces_to_read(holding, targets, entries or {})
-    return carry(items, MemorySink(targets, put), members, bell, context, memory)
+    return carry(items, MemorySink(targets, put), members, bell, context, memory, Meter())
 
 
 def carry(
-    items: Sequence[ReadItem], sink: Sink, members: Sequence[Member], bell: Bell, context: Context, memory: object
+    items: Sequence[ReadItem],
+    sink: Sink,
+    members: Sequence[Member],
+    bell: Bell,
+    context: Context,
+    memory: object,
+    meter: Meter,
 ) -> Moved:
     """Bring the items into a sink of `memory` from the members, which are closed after it. Blocks; raises as `move` does."""
-    meter = Meter(sum(item.length or 0 for item in items))
 
     def tell(member: Member, error: MxError) -> None:
         context.warn(trouble(member, error))
@@ -168,7 +173,7 @@ def carry(
         raise
     seconds = time.perf_counter() - start
     source.close()
-    return Moved(meter.fetched, seconds, {member.name: member.bytes for member in members})
+    return Moved(sum(member.bytes for member in members), seconds, {member.name: member.bytes for member in members})
 
 
 def close(source: Source, transfer: Transfer, memory: object) -> StillLanding | None:

@@ -13,9 +13,11 @@ from mx_cli.base.oserrors import explain
 from mx_cli.cache.layout import make_dirs, sync_directory
 from mx_cli.cache.reserve import check_space, reserve
 from mx_cli.engine.buffers import write_at
+from mx_cli.engine.meter import Meter
 from mx_cli.flows.context import Context
 from mx_cli.flows.cuts import parse_rank
 from mx_cli.flows.new_directory import NewDirectory
+from mx_cli.flows.progress import watching
 from mx_cli.flows.pull import PullOutcome, PullRequest, Sourced
 from mx_cli.flows.pull_memory import Shape
 from mx_cli.flows.pull_ranks import RankPull
@@ -38,8 +40,9 @@ def pull_share(request: PullRequest, rank: str, rules: str | None, context: Cont
     start = time.monotonic()
     with NewDirectory(request.to).making() as work, _Files(work, number, {"format": "pt", "rank": rank}) as files:
         pull = RankPull(request, context, rank, rules, sorted, files.make, None, files.keep)
-        received, _ = pull.run()
-        files.make_durable()
+        with watching(context, files):
+            received, _ = pull.run()
+            files.make_durable()
         total, count = files.total()
     return PullOutcome(
         directory=request.to,
@@ -61,10 +64,12 @@ class _Files:
     def __init__(self, directory: Path, rank: int, metadata: Mapping[str, str]) -> None:
         self._directory, self._rank, self._metadata = directory, rank, metadata
         self._fds: tuple[int, ...] = ()
+        self.meter = Meter()
 
     def make(self, shapes: Mapping[str, Shape], shares: Mapping[str, Share], twins: Mapping[str, str]) -> Memory:
         """See `Make`: places in files. Tied weights are there under each name: a file has no other way to say it."""
         self._discard()
+        self.meter = Meter()
         tensors = {name: (shapes[name][0], share.local_shape) for name, share in shares.items()}
         parts = part_files(tensors, self._rank, self._metadata)
         check_space(self._directory, sum(part.size for part in parts), len(parts), chosen=True)
@@ -80,7 +85,8 @@ class _Files:
             except OSError as error:
                 raise explain(error, f"making {path}") from None
             places |= {name: Place(start, index) for name, start in part.starts.items()}
-        return Memory(places, [], dict, self, self._fds)
+        self.meter.files_total = len(parts)
+        return Memory(places, [], dict, self, self._fds, self.meter)
 
     def keep(self, name: str, data: bytes) -> None:
         """See `Keep`."""
@@ -99,6 +105,7 @@ class _Files:
         try:
             for fd in self._fds:
                 os.fsync(fd)
+                self.meter.file_done()
             for place, _, _ in os.walk(self._directory):
                 sync_directory(Path(place))
         except OSError as error:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mx_cli.base import units
 from mx_cli.base.errors import IntegrityError, UsageError
 from mx_cli.engine.many import Bell, Member
+from mx_cli.engine.meter import Meter
 from mx_cli.engine.ports import ReadItem
 from mx_cli.flows.context import Context
 from mx_cli.flows.pull_memory import Moved, Put, Shape, carry, place_of, table
@@ -52,7 +53,7 @@ class Memory:
     """Memory for a rank's tensors, by name; `regions` of it are (address, length, device), and `keep` keeps it alive.
 
     `tensors`, called when the bytes are there, hands them out. With `fds` the places are in these files: a place's `device`
-    is an index of them, its `address` a byte of that file.
+    is an index of them, its `address` a byte of that file. `meter` counts what comes for it, from all sources.
     """
 
     places: dict[str, Place]
@@ -60,6 +61,7 @@ class Memory:
     tensors: Callable[[], dict[str, Any]]
     keep: object
     fds: tuple[int, ...] = ()
+    meter: Meter = field(default_factory=Meter)
 
     def sink(self, rows: Sequence[Rows], copy_along: int, put: Put | None) -> RowsSink:
         """Takes the rows to their places."""
@@ -169,7 +171,8 @@ def bring(
     sink = memory.sink(rows, copy_along, put)
     items = items_of(holding, rows, sink, entries or {})
     extra = sum(_extra(sink, item, many_runs) for item in items)
-    moved = carry(items, sink, members, bell, context, memory)
+    memory.meter.total += sum(item.length or 0 for item in items)
+    moved = carry(items, sink, members, bell, context, memory, memory.meter)
     wanted = sum(one.size for one in rows)
     if extra:
         context.notice(f"{units.size(wanted)} are this rank's, and {units.size(extra)} between them were read along")

@@ -16,6 +16,7 @@ from mx_cli.base import canonical
 from mx_cli.base.cancel import Stop
 from mx_cli.base.errors import MxError, TransportFailed
 from mx_cli.engine.many import Bell, Member
+from mx_cli.engine.meter import Meter
 from mx_cli.engine.ports import ReadItem, Sink
 from mx_cli.flows.catalog import Catalog, catalog
 from mx_cli.flows.context import Context
@@ -205,7 +206,7 @@ class SharedLoad:
             context = _with(self._context, stop)
             bell = Bell()
             members: list[Member] = [self._member(found, origin, bell, context)]
-            carry(items, sink, members, bell, context, memory)
+            carry(items, sink, members, bell, context, memory, Meter())
 
 
 def pieces_for(found: Catalog, targets: Sequence[Extent], ranks: int) -> list[ReadItem]:

@@ -12,7 +12,6 @@ from mx_cli.engine.ports import Source
 from mx_cli.engine.run import Limits, cores
 from mx_cli.engine.threads import Lifted, Throttle
 from mx_cli.engine.verify import DigestMismatch
-from mx_cli.flows import deliver
 from mx_cli.flows.bounds import connections
 from mx_cli.flows.context import Context, is_immutable
 from mx_cli.flows.identify import identities
@@ -58,7 +57,6 @@ def stream_files(uri: str, revision: str | None, target: Path, accept: Accept, c
     """
     origin = context.origin(uri)
     try:
-        deliver.check(Request(uri, to=target), origin.uri, context.cache().root)
         wanted = revision or origin.revision or None
         for attempt in range(1, CHANGES + 1):
             try:
