@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mx_cli.base import units
 from mx_cli.base.cancel import Stop
 from mx_cli.base.errors import MxError, NoSpace, TransportFailed, UsageError
+from mx_cli.engine.buffers import Pool
 from mx_cli.engine.many import Bell, Many, Member
 from mx_cli.engine.meter import Meter
 from mx_cli.engine.ports import ReadItem
@@ -19,7 +21,7 @@ from mx_cli.flows.context import Context
 from mx_cli.flows.in_process import process_context, require_torch
 from mx_cli.flows.load import chosen_tensors
 from mx_cli.flows.pull_memory import close, locked
-from mx_cli.flows.pull_tensors import device_number
+from mx_cli.flows.pull_tensors import device_number, put_on_gpu
 from mx_cli.model.holding import HOST, Tensor
 from mx_cli.plan.blocks import aligned
 from mx_cli.sinks.ring import ALIGN, Buffers, Group, Ring, RingSink, Room
@@ -71,12 +73,10 @@ def _stream(
     groups = _groups(tensors)
     owns = owned and device == HOST
     size = _ring_size(groups, limit, owns)
-    room: Room = Buffers(size) if owns else Ring(size)
-    if isinstance(room, Ring):
-        locked(device, context)(room.pool)
-    sink = RingSink(groups, room)
+    straight = device if device != HOST and _goes_straight(found, device) else HOST
+    sink = RingSink(groups, _room(size, owns, device, straight, context), straight, _put(straight))
     bell = Bell()
-    source = Many([member(found, origin, bell, context)], bell, _left)
+    source = Many([member(found, origin, bell, context, straight)], bell, _left)
     work = Stop()
     reading = threading.Thread(
         target=_read, args=(found, groups, source, sink, limit - size, work, context), name="stream", daemon=True
@@ -88,6 +88,29 @@ def _stream(
         work.request(UsageError("the stream was closed"))
         bell.ring()
         reading.join(JOIN)
+
+
+def _goes_straight(found: Catalog, device: int) -> bool:
+    """Whether the bytes go into the GPU's memory past the host's."""
+    from mx_cli.transport import gds
+
+    return found.directory is not None and not gds.verdict(device)
+
+
+def _room(size: int, owns: bool, device: int, straight: int, context: Context) -> Room:
+    if owns:
+        return Buffers(size)
+    if straight != HOST:
+        from mx_cli.transport.on_gpu import GpuPool
+
+        return Ring(size, GpuPool(straight, size))
+    pool = Pool(size, fresh=True)
+    locked(device, context)(pool)
+    return Ring(size, pool)
+
+
+def _put(device: int) -> Callable[[int, memoryview], None] | None:
+    return None if device == HOST else functools.partial(put_on_gpu(), device)
 
 
 def _in_order(tensors: Sequence[Tensor], sink: RingSink, hand_out: _HandOut) -> Iterator[tuple[str, Any]]:
@@ -183,10 +206,15 @@ class _HandOut:
     def begin(self, group: Group, buffer: Any) -> None:
         from mx_cli.sinks.torch_tensors import bytes_of
 
-        self._group, self._bytes = group, bytes_of(buffer)
+        self._group = group
+        self._bytes = bytes_of(buffer) if self._device == HOST or isinstance(buffer, memoryview) else buffer
 
     def end(self) -> None:
-        """From here on the bytes are only held by those who took tensors."""
+        """From here on the bytes are only held by those who took tensors; where they lay, others may land."""
+        if self._bytes is not None and self._bytes.is_cuda:
+            import torch
+
+            torch.cuda.current_stream(self._device).synchronize()
         self._group = self._bytes = None
 
     def tensor(self, tensor: Tensor) -> Any:
@@ -199,11 +227,15 @@ class _HandOut:
             return tensor_of(torch.empty(0, dtype=torch.uint8, device=device), 0, tensor.dtype, tensor.shape)
         at = tensor.start - self._group.start
         piece = self._bytes[at : at + tensor.size]
-        if self._device != HOST:
+        if self._device != HOST and not piece.is_cuda:
             piece = piece.to(device)
-        elif not _suits(piece, alignment(tensor.dtype)) or (self._owned and tensor.size < SHARE < self._group.size):
+        elif not _suits(piece, alignment(tensor.dtype)) or (self._owned and self._passes(tensor, self._group)):
             piece = piece.clone()
         return tensor_of(piece, 0, tensor.dtype, tensor.shape)
+
+    def _passes(self, tensor: Tensor, group: Group) -> bool:
+        """Whether the memory is used again, or too much of it for this tensor: a GPU's is always a ring."""
+        return self._device != HOST or tensor.size < SHARE < group.size
 
 
 def _suits(piece: Any, step: int) -> bool:

@@ -7,7 +7,7 @@ import ctypes
 import queue
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -56,6 +56,14 @@ class Room(Protocol):
         """Whoever took the group has asked for the next one. In order."""
 
 
+class Run(Protocol):
+    """A run of memory, of the host or of a GPU: `view[first:last]` are bytes of it."""
+
+    size: int
+    address: int
+    view: Any
+
+
 class RingSink:
     """Groups of bytes, in the order given, through bounded memory. One thread fills, another one takes.
 
@@ -63,8 +71,15 @@ class RingSink:
     slow consumer holds up the source. A group for which the empty room is too small cannot be: the caller sees to that.
     """
 
-    def __init__(self, groups: Sequence[Group], room: Room) -> None:
-        self._room = room
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        room: Room,
+        device: int = HOST,
+        put: Callable[[int, memoryview], None] | None = None,
+    ) -> None:
+        """`device`: whose memory the room is; `put(address, view)` copies host bytes there, if it is a GPU's."""
+        self._room, self._device, self._put = room, device, put
         self._groups = list(groups)
         self._changed = threading.Condition()
         self._next = 0
@@ -88,7 +103,7 @@ class RingSink:
     def acquire(self, item: ReadItem) -> Memory:
         group = self._group_of(item)
         assert item.length is not None
-        return Memory(((0, item.length, group.address + item.offset - group.start),), HOST)
+        return Memory(((0, item.length, group.address + item.offset - group.start),), self._device, self._put)
 
     def commit(self, item: ReadItem, block: Block) -> None:
         with self._changed:
@@ -136,9 +151,9 @@ class RingSink:
 class Ring:
     """One run of memory, written and read round and round: the bytes of a group are good until the next is asked for."""
 
-    def __init__(self, size: int) -> None:
-        """Raises NoSpace."""
-        self.pool = Pool(size, fresh=True)
+    def __init__(self, size: int, pool: Run | None = None) -> None:
+        """`pool`: memory to use, of another kind than the host's. Raises NoSpace."""
+        self.pool: Run = pool or Pool(size, fresh=True)
         self._head = 0
         self._spans: list[tuple[int, int]] = []
 
@@ -161,7 +176,7 @@ class Ring:
             self._spans.append((begin, self._head))
         return fits
 
-    def buffer(self, group: Group) -> memoryview:
+    def buffer(self, group: Group) -> Any:
         at = group.address - self.pool.address
         return self.pool.view[at : at + group.size]
 

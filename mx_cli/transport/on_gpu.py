@@ -45,6 +45,16 @@ def allocate(index: int, size: int) -> Any:
     return block
 
 
+class GpuPool:
+    """One run of a GPU's memory. See `sinks.ring.Run`."""
+
+    def __init__(self, index: int, size: int) -> None:
+        """Raises MissingCapability, NoSpace."""
+        self.size = size
+        self.view = allocate(index, size)
+        self.address = int(self.view.data_ptr())
+
+
 def copy_in(block: Any, offset: int, view: memoryview) -> None:
     """Host bytes into a block, at `offset`. Blocks until they are there."""
     import torch

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mx_cli.base.errors import Unreachable
-from mx_cli.engine.buffers import HUGE, at_address
+from mx_cli.engine.buffers import HUGE, Pool, at_address
 from mx_cli.engine.ports import Block, ReadItem
 from mx_cli.model.manifest import Entry
 from mx_cli.sinks.ring import ALIGN, Buffers, Group, Ring, RingSink, Room
@@ -21,10 +21,14 @@ from mx_cli.sinks.ring import ALIGN, Buffers, Group, Ring, RingSink, Room
 STEP = 250_000
 NOISE = random.Random(1).randbytes(65_521)
 ENTRY = Entry("model.safetensors", None)
-MAKE: dict[str, Callable[[int], Room]] = {"ring": Ring, "buffers": Buffers}
+MAKE: dict[str, Callable[[int], Room]] = {
+    "ring": Ring,
+    "another's ring": lambda size: Ring(size, Pool(size)),
+    "buffers": Buffers,
+}
 
 
-@pytest.fixture(params=["ring", "buffers"])
+@pytest.fixture(params=list(MAKE))
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
