@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -460,6 +461,48 @@ def test_parts_that_are_models_of_transformers(place: Path, checkpoints: dict[st
         assert_pipeline({name: found[name] for name in tiny_models.PARTS})
         for name in ("text_encoder", "text_encoder_2"):
             assert_same_model(found[name], tiny_models.pretrained(whole / name))
+
+
+@capability("diffusers")
+def test_a_pipeline_of_diffusers(place: Path, tmp_path: Path) -> None:
+    """Its own classes make the parts; what it paints is the same."""
+    import diffusers
+
+    blocks = {"block_out_channels": (4, 8), "norm_num_groups": 2}
+    coder = {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}
+    made = {
+        "unet": diffusers.UNet2DModel(
+            sample_size=8,
+            layers_per_block=1,
+            down_block_types=["DownBlock2D"] * 2,
+            up_block_types=["UpBlock2D"] * 2,
+            **blocks,
+        ),
+        "vae": diffusers.AutoencoderKL(latent_channels=3, **coder, **blocks),
+    }
+    index = {"_class_name": "Pipeline"}
+    for name, module in made.items():
+        module.eval().save_pretrained(tmp_path / name)
+        index[name] = ["diffusers", type(module).__name__]
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+
+    def again(name: str) -> Any:
+        kind = type(made[name])
+        return kind.from_config(kind.load_config(tmp_path / name))
+
+    wish = {name: functools.partial(again, name) for name in made}
+    with mx_cli.serve(made, **settings(place)) as handle:
+        sources = {
+            str(tmp_path): {},
+            tmp_path.as_uri(): settings(place),
+            handle.identities["content"]: {"peers": [handle.address], "routes": ["peer"], **settings(place)},
+        }
+        for model, options in sources.items():
+            found = mx_cli.load_model(wish, model, **options)
+            noise = torch.linspace(-1, 1, 3 * 64).reshape(1, 3, 8, 8)
+            with torch.no_grad():
+                assert torch.equal(found["unet"](noise, 5).sample, made["unet"](noise, 5).sample)
+                assert torch.equal(found["vae"].decode(noise).sample, made["vae"].decode(noise).sample)
 
 
 @capability("gpu")

@@ -115,6 +115,7 @@ _PROBES: dict[str, Callable[[], bool]] = {
     "safetensors": lambda: _module("safetensors"),
     "huggingface_hub": lambda: _module("huggingface_hub"),
     "transformers": lambda: _module("transformers"),
+    "diffusers": lambda: _module("diffusers"),
     "sglang": lambda: _module("sglang"),
     "vllm": lambda: _module("vllm"),
     "fake-gcs-server": lambda: fake_gcs_server() is not None,
