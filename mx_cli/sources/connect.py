@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
+import re
 import socket
 import ssl
 import threading
 from collections.abc import Mapping
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 from urllib.request import proxy_bypass_environment  # type: ignore[attr-defined]
 
 from mx_cli.base import redact
 from mx_cli.base.config import Settings
 from mx_cli.base.errors import AccessDenied, MxError, Unreachable, UsageError
 from mx_cli.base.tls_stream import TlsStream
+from mx_cli.sources.answers import AGAIN_STATUS
 from mx_cli.sources.wire import Head, Wire
 
 CERTIFICATE_HINT = (
     "trust the CA with --ca-bundle FILE, MX_CA_BUNDLE, SSL_CERT_FILE, REQUESTS_CA_BUNDLE or AWS_CA_BUNDLE"
 )
+_TUNNEL_REFUSED = re.compile(r"Tunnel connection failed: (\d{3})")
 
 
 class Connections:
@@ -95,6 +100,14 @@ class Connections:
             hung_up = isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError))
             return Unreachable(f"{place}: TLS failed: {error.reason or error}", permanent=not hung_up)
         said = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
+        if refused := _TUNNEL_REFUSED.search(said):
+            status = int(refused[1])
+            what = f"{place}: the proxy refuses (HTTP {status})"
+            if status in (401, 403, 407):
+                return AccessDenied(
+                    what, hint="name and password belong into the proxy's URL; no_proxy names exceptions"
+                )
+            return Unreachable(what, permanent=status not in AGAIN_STATUS)
         return Unreachable(f"{place}: cannot connect: {redact.text(said)}")
 
     def _ssl(self) -> ssl.SSLContext:
@@ -104,7 +117,7 @@ class Connections:
             return self._context
 
     def _proxy(self, scheme: str, host: str, port: int) -> str | None:
-        if not self._proxies or proxy_bypass_environment(f"{host}:{port}", self._proxies):
+        if not self._proxies or _goes_straight(host, port, self._proxies):
             return None
         proxy = self._proxies.get(scheme) or self._proxies.get("all")
         if proxy and "://" not in proxy:
@@ -158,13 +171,30 @@ def tls_context(settings: Settings) -> ssl.SSLContext:
     return context
 
 
+def _goes_straight(host: str, port: int, proxies: Mapping[str, str]) -> bool:
+    """Whether no_proxy names the host: by name or suffix, with or without a port, or by a network that its address is in."""
+    shown = f"[{host}]" if ":" in host else host
+    if proxy_bypass_environment(f"{host}:{port}", dict(proxies)) or proxy_bypass_environment(shown, dict(proxies)):
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    for word in proxies.get("no", "").split(","):
+        # Pods and services are named by their networks.
+        with contextlib.suppress(ValueError):
+            if address in ipaddress.ip_network(word.strip().strip("[]"), strict=False):
+                return True
+    return False
+
+
 def _proxy_authorization(proxy: str) -> dict[str, str]:
     from urllib3.util import make_headers
 
     parts = urlsplit(proxy)
     if parts.username is None:
         return {}
-    made = make_headers(proxy_basic_auth=f"{parts.username}:{parts.password or ''}")
+    made = make_headers(proxy_basic_auth=f"{unquote(parts.username)}:{unquote(parts.password or '')}")
     return {"Proxy-Authorization": made["proxy-authorization"]}
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mx_cli.base.cancel import Stop
-from mx_cli.base.errors import Unreachable, UsageError
+from mx_cli.base.errors import AccessDenied, MxError, Unreachable, UsageError
 from tests.rig import servers
 from tests.rig.faultd import body
 from tests.rig.origins import opened
@@ -47,6 +47,26 @@ class Tunnel:
         near.sendall(b"HTTP/1.1 200 Connection established\r\n\r\n")
         for source, sink in ((near, far), (far, near)):
             threading.Thread(target=_copy, args=(source, sink), daemon=True).start()
+
+
+class Refusing(Tunnel):
+    """A proxy that opens no tunnel."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(socket.create_server(("127.0.0.1", 0)))
+        self.status = status
+
+    def __enter__(self) -> Refusing:
+        threading.Thread(target=self.run, daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.server.close()
+
+    def serve(self, near: socket.socket) -> None:
+        with near:
+            self.heads.append(near.recv(65536).decode())
+            near.sendall(f"HTTP/1.1 {self.status} No\r\nContent-Length: 0\r\n\r\n".encode())
 
 
 def _copy(source: socket.socket, sink: socket.socket) -> None:
@@ -108,3 +128,37 @@ def test_p37_a_proxy_that_is_not_there_is_named_without_its_password() -> None:
             fetch(url, {"all_proxy": f"http://user:SECRET@127.0.0.1:{port}"}, retry_for="200ms")
         assert f"proxy 127.0.0.1:{port}" in caught.value.what
         assert "SECRET" not in caught.value.what
+
+
+@pytest.mark.parametrize(
+    ("status", "refused"), [(407, AccessDenied), (403, AccessDenied), (404, Unreachable), (503, Unreachable)]
+)
+def test_a_proxy_that_refuses_a_tunnel(status: int, refused: type[MxError]) -> None:
+    """Another try helps where the proxy says that it may; the password is wrong each time."""
+    with Refusing(status) as proxy, pytest.raises(refused) as caught:
+        fetch("https://origin.invalid/x", {"https_proxy": f"http://us%40er:SE%2FCRET@{proxy.place}"}, retry_for="3s")
+    assert f"HTTP {status}" in caught.value.what
+    assert "SE/CRET" not in caught.value.what + caught.value.hint
+    assert (len(proxy.heads) > 1) == (status == 503)
+    assert base64.b64encode(b"us@er:SE/CRET").decode() in proxy.heads[0]
+
+
+@pytest.mark.parametrize(
+    ("no_proxy", "straight"),
+    [
+        ("127.0.0.0/8", True),
+        ("10.0.0.0/8, 127.0.0.1/32", True),
+        ("127.0.0.0/33,127.0.0.1", True),
+        ("10.0.0.0/8", False),
+        ("::/0", False),
+        ("*", True),
+    ],
+)
+def test_networks_in_no_proxy(no_proxy: str, straight: bool, faultd: servers.Faultd) -> None:
+    """In a cluster the networks of pods and services stand there."""
+    env = {"http_proxy": f"http://127.0.0.1:{servers.free_port()}", "no_proxy": no_proxy}
+    if straight:
+        assert fetch(faultd.file("ok", 1000, "x"), env) == body("x", 1000)
+    else:
+        with pytest.raises(Unreachable, match="through the proxy"):
+            fetch(faultd.file("ok", 1000, "x"), env, retry_for="200ms")
