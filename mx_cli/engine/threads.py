@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import xxhash
 
-from mx_cli.base.errors import MxError, TransportFailed, Unreachable
+from mx_cli.base.errors import IntegrityError, MxError, TransportFailed, Unreachable
 from mx_cli.base.oserrors import explain
 from mx_cli.engine.buffers import STEP, Buffers, Pool, at_address, run_at, scatter, write_at
 from mx_cli.engine.ports import (
@@ -243,6 +243,10 @@ class _Copy:
             if self.position != end and (self.position == until or self._is_due()):
                 self._tell(self._block())
                 self._told = time.monotonic()
+        if item.whole and end is not None and stream.read_into(buffer[:1]):
+            raise IntegrityError(
+                f"{item.entry.path}: wrong size (expected {end} bytes from the listing, the answer goes on)"
+            )
         self.complete = True
 
     def _fill(self, stream: Stream, view: memoryview, dest: Dest) -> int:

@@ -13,6 +13,8 @@ from mx_cli.base.errors import AccessDenied, IntegrityError, MxError, NotFound, 
 from mx_cli.engine.ports import NoRanges, ReadItem
 from mx_cli.sources.wire import Head, number
 
+GOOD_STATUS = frozenset({200, 203, 206})
+"""Where the answer is what was asked for. 202 is a promise, 204 is nothing."""
 AGAIN_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504, 509, 520, 521, 522, 523, 524, 529})
 
 Sign = Callable[[str, str, dict[str, str]], dict[str, str]]
@@ -41,9 +43,11 @@ class Target:
 
 
 def refusal(what: str, head: Head, body: bytes = b"") -> MxError:
-    """What a status outside 2xx and 3xx means."""
+    """What a status outside GOOD_STATUS means."""
     status = head.status
     seen = f"{what}: HTTP {status}"
+    if status < 300:
+        return IntegrityError(f"{seen}, and not the file")
     if status in (401, 407):
         return AccessDenied(f"{seen}, credentials are missing or refused")
     if status == 403:
@@ -75,10 +79,7 @@ def _retry_after(head: Head) -> float | None:
 def check_answer(target: Target, item: ReadItem, head: Head, ranged: bool) -> None:
     """Raise unless the answer is the piece asked for of the object that was pinned. See `Reader.open`."""
     what, entry = target.what, item.entry
-    encoding = head.get("content-encoding").lower()
-    # aws-chunked is what some uploaders leave in an object's metadata; the bytes are plain.
-    if encoding not in ("", "identity", "aws-chunked"):
-        raise IntegrityError(f"{what}: the origin sent Content-Encoding {encoding}, though identity was asked for")
+    check_codings(what, head)
     proved = False
     for name, value in target.pinned.items():
         seen = head.get(name)
@@ -107,6 +108,20 @@ def check_answer(target: Target, item: ReadItem, head: Head, ranged: bool) -> No
         raise NoRanges(f"{what}: asked for {item.offset}-{(item.end or 0) - 1}, the origin answered {span!r}")
     if head.length is not None and item.length is not None and head.length != item.length:
         raise NoRanges(f"{what}: asked for {item.length} bytes, the origin sends {head.length}")
+
+
+def check_codings(what: str, head: Head) -> None:
+    """Raise IntegrityError where the bytes that follow are packed: what was asked for is the plain ones."""
+    packed = head.get("content-encoding").lower()
+    # aws-chunked is what some uploaders leave in an object's metadata; the bytes are plain.
+    if packed not in ("", "identity", "aws-chunked"):
+        raise IntegrityError(
+            f"{what}: the origin sent Content-Encoding {packed}, though identity was asked for",
+            hint="store the object unpacked, or switch off compression for it at the server or proxy",
+        )
+    transfer = head.get("transfer-encoding").lower()
+    if transfer not in ("", "identity", "chunked"):
+        raise IntegrityError(f"{what}: the origin sent Transfer-Encoding {transfer}, which was not asked for")
 
 
 def refused_range(target: Target, item: ReadItem, head: Head) -> Exception:

@@ -13,7 +13,7 @@ from mx_cli.base import redact
 from mx_cli.base.cancel import Stop
 from mx_cli.base.errors import AccessDenied, IntegrityError, MxError, NotFound, UsageError
 from mx_cli.model.manifest import Entry, Listing
-from mx_cli.sources.answers import Target, refuse_html
+from mx_cli.sources.answers import Target, refusal, refuse_html
 from mx_cli.sources.hub_token import find_token
 from mx_cli.sources.origin import Context, WebOrigin, no_versions, one_revision, side_by_side
 from mx_cli.sources.uri import Uri
@@ -80,8 +80,12 @@ class Hub(WebOrigin):
 
     def _tree(self, sha: str, siblings: list[Any]) -> list[Entry]:
         found: list[Entry] = []
+        asked: set[str] = set()
         url = self._api(f"/tree/{sha}?recursive=true")
         while url:
+            if url in asked:
+                raise IntegrityError(f"{self._shown(sha)}: the listing does not advance")
+            asked.add(url)
             reply = self._get(url, allow=(404, 405, 501))
             rows = _rows(reply)
             if rows is None:
@@ -159,28 +163,35 @@ class Hub(WebOrigin):
 
     def _explain(self, what: str, head: Head, body: bytes) -> MxError | None:
         """What the hub's own error codes mean. It says 401 also for what doesn't exist, to those it doesn't know."""
-        code = head.get("x-error-code")
+        code, told = head.get("x-error-code"), _told(head)
         if code == "GatedRepo" and head.status in (401, 403):
-            return AccessDenied(f"{what}: HTTP {head.status}, the repository is gated", hint=self._gate_hint())
+            return AccessDenied(f"{what}: HTTP {head.status}, the repository is gated{told}", hint=self._gate_hint())
         if head.status == 401 and self._token:
-            said = f"{what}: HTTP 401, the token is present (from {self._token_source}) but refused"
+            said = f"{what}: HTTP 401, the token is present (from {self._token_source}) but refused{told}"
             return AccessDenied(said, hint="check that the token is valid and may read this repository")
         if head.status == 401:
-            said = f"{what}: HTTP 401, no such repository, or it is private and no token is given"
+            said = f"{what}: HTTP 401, no such repository, or it is private and no token is given{told}"
             return AccessDenied(said, hint="set HF_TOKEN or --hf-token-file, and check the name")
         if head.status == 403:
             said = f"the token (from {self._token_source})" if self._token else "a request without a token"
-            return AccessDenied(f"{what}: HTTP 403, {said} may not read this", hint=self._gate_hint())
+            hint = self._gate_hint() if code in ("", "GatedRepo") else ""
+            return AccessDenied(f"{what}: HTTP 403, {said} may not read this{told}", hint=hint)
         missing = {"RepoNotFound": "repository", "RevisionNotFound": "revision", "EntryNotFound": "file"}
         if code in missing:
             return NotFound(f"{what}: {missing[code]} not found (HTTP {head.status} {code})")
-        return None
+        return refusal(f"{what}{told}", head) if code and told else None
 
     def _gate_hint(self) -> str:
         page = redact.url(f"{self._endpoint}/{self._uri.place}")
         if self._token:
             return f"accept the terms at {page} with the account of this token"
         return f"accept the terms at {page}, then set HF_TOKEN or --hf-token-file"
+
+
+def _told(head: Head) -> str:
+    """The hub's own words about a refusal, to be added to ours."""
+    words = redact.text(head.get("x-error-message"))[:300].strip()
+    return f" ({words})" if words else ""
 
 
 def _document(reply: Reply) -> dict[str, Any]:

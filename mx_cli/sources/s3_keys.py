@@ -88,6 +88,12 @@ class Credentials:
             return True
 
     def _use(self, keys: Keys) -> None:
+        for name, value in (("access key", keys.access), ("session token", keys.token)):
+            if not value.isascii() or not value.isprintable() or " " in value:
+                raise UsageError(
+                    f"{self._shown}: the AWS {name} holds characters that none has (spaces, line ends or others inside)",
+                    hint="write it alone on one line",
+                )
         self._looked = time.monotonic()
         region = self._known_region()
         if self._signer is None or self._signer.keys != keys or self._signer.region != region:

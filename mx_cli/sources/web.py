@@ -16,7 +16,17 @@ from mx_cli.base.events import Requested
 from mx_cli.base.version import VERSION
 from mx_cli.engine.ports import OnRetry, ReadItem
 from mx_cli.engine.retry import Gates, patiently
-from mx_cli.sources.answers import Explain, Sign, Target, check_answer, refusal, refused_range, unsigned
+from mx_cli.sources.answers import (
+    GOOD_STATUS,
+    Explain,
+    Sign,
+    Target,
+    check_answer,
+    check_codings,
+    refusal,
+    refused_range,
+    unsigned,
+)
 from mx_cli.sources.connect import Connections
 from mx_cli.sources.wire import Body, Head, Wire
 
@@ -86,21 +96,24 @@ class Web:
     ) -> Reply:
         """The whole answer, redirects followed, retried by the policy. Blocks.
 
-        With `head_only` the body of a success is not read. Raises what `explain` or `refusal` makes of a status >= 300
-        that is not in `allow`.
+        With `head_only` the body of a success is not read. Raises what `explain` or `refusal` makes of a status that is
+        neither good nor in `allow`.
         """
 
         def once() -> Reply:
             wire, head, place = self._ask(method, url, what, sign, dict(headers or {}), follow)
-            if head_only and head.status < 300 and method != "HEAD":
+            good = head.status in GOOD_STATUS
+            if head_only and good and method != "HEAD":
                 wire.close()
                 return Reply(head.status, head, b"", place.url)
+            if good and method != "HEAD":
+                check_codings(what, head)
             with self.stop.calling(wire.shutdown):
                 body = b"" if method == "HEAD" else self._drain(wire, head, what)
             self.connections.give_back(
                 wire, head, method == "HEAD" or head.length is not None or "chunked" in head.get("transfer-encoding")
             )
-            if head.status >= 300 and head.status not in allow:
+            if not good and head.status not in allow:
                 where = _via(what, url, place.url)
                 raise (explain and explain(where, head, body)) or refusal(where, head, body)
             return Reply(head.status, head, body, place.url)
@@ -130,7 +143,7 @@ class Web:
             headers["Range"] = f"bytes={item.offset}-{last}"
         wire, head, place = self._ask_again(target, headers)
         try:
-            if head.status >= 300:
+            if head.status not in GOOD_STATUS:
                 if head.status == 416 and ranged:
                     raise refused_range(target, item, head)
                 body = self._excerpt(wire, head)

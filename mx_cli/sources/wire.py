@@ -15,12 +15,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mx_cli.base.errors import Unreachable
+from mx_cli.base.errors import Unreachable, UsageError
 from mx_cli.base.tls_stream import TlsStream
 
 HEAD_LIMIT = 64 << 10
 _CHUNK_LINE_LIMIT = 4096
 _CHUNK_SIZE = re.compile(rb"[0-9A-Fa-f]{1,16}")
+_CARRIED = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
 _TICK = 2.0
 
 
@@ -84,7 +85,13 @@ class Wire:
                     raise TimeoutError(f"stalled: no byte for {self.idle_limit:g} s") from None
 
     def ask(self, method: str, target: str, headers: dict[str, str]) -> Head:
-        """Send a request without a body and read the answer's head. Raises Unreachable; blocks as the socket does."""
+        """Send a request without a body and read the answer's head. Raises Unreachable; blocks as the socket does.
+
+        UsageError for a header that would not arrive as the one that it is.
+        """
+        for name, value in headers.items():
+            if not _CARRIED.fullmatch(value):
+                raise UsageError(f"{self.name}: the header {name} would hold characters that no header can carry")
         lines = [f"{method} {target} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
         try:
             self.sock.sendall(("\r\n".join(lines) + "\r\n\r\n").encode("latin-1"))

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 
 from mx_cli.base.cancel import Stop
-from mx_cli.base.errors import AccessDenied, MxError, NotFound, UsageError
+from mx_cli.base.errors import AccessDenied, IntegrityError, MxError, NotFound, UsageError
 from mx_cli.engine.ports import ReadItem
 from mx_cli.model.manifest import Listing
 from mx_cli.sources.registry import OpenOrigin
 from tests.rig import servers
 from tests.rig.checkpoints import checkpoint_files
 from tests.rig.origins import opened
+from tests.rig.scripted import Asked, scripted
 
 TOKEN = "hf_TESTTOKEN123"
 
@@ -300,3 +301,36 @@ def test_p19_without_any_api_the_reason_is_said(mirror: Mirror) -> None:
     mirror.drop = {"api"}
     with pytest.raises(NotFound, match="lists no files"):
         from_mirror(mirror, mirror.sha)
+
+
+@pytest.mark.parametrize(
+    ("code", "told", "refused"),
+    [
+        ("DisabledRepo", "This repository has been disabled", AccessDenied),
+        ("GatedRepo", "Access to model is restricted", AccessDenied),
+        ("", "Your token hf_SECRETSECRET may not", AccessDenied),
+    ],
+)
+def test_p21_the_hubs_own_words(code: str, told: str, refused: type[MxError]) -> None:
+    headers = {"X-Error-Code": code, "X-Error-Message": told}
+    with scripted(lambda asked: asked.say(403, b"", headers)) as server, pytest.raises(refused) as caught:
+        opened("org/model", {"HF_ENDPOINT": server.url}).listing(None, Stop())
+    said = f"{caught.value} {caught.value.hint}"
+    assert told.partition(" hf_")[0] in said
+    assert "SECRET" not in said
+    assert ("accept the terms" in said) == (code != "DisabledRepo")
+
+
+def test_pages_that_lead_in_a_circle() -> None:
+    row = b'[{"type": "file", "path": "config.json", "size": 2, "oid": "x"}]'
+
+    def answer(asked: Asked) -> None:
+        if "/tree/" in asked.path:
+            cursor = "b" if "cursor=a" in asked.path else "a"
+            asked.say(200, row, {"Link": f'<{asked.path.partition("?")[0]}?cursor={cursor}>; rel="next"'})
+        else:
+            asked.say(200, b'{"sha": "%b"}' % (b"ab" * 20))
+
+    with scripted(answer) as server, pytest.raises(IntegrityError, match="does not advance"):
+        opened("org/model", {"HF_ENDPOINT": server.url}).listing(None, Stop())
+    assert len(server.asked) == 4

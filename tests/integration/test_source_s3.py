@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from mx_cli.base.cancel import Stop
-from mx_cli.base.errors import AccessDenied, IntegrityError, MxError, NotFound, OriginChanged, Unreachable
+from mx_cli.base.errors import AccessDenied, IntegrityError, MxError, NotFound, OriginChanged, Unreachable, UsageError
 from mx_cli.engine.ports import NoRanges, ReadItem
 from mx_cli.model.manifest import Entry, Listing
 from mx_cli.sources.registry import OpenOrigin
@@ -310,6 +310,37 @@ def test_wrong_keys_are_refused_and_not_said(kind: str, request: pytest.FixtureR
         listed(store, env={"AWS_SECRET_ACCESS_KEY": "SECRETwrong"})
     assert "SECRETwrong" not in f"{caught.value} {caught.value.hint}"
     assert store.bucket in caught.value.what
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"AWS_SESSION_TOKEN": "SECRET\r\nX-Other: y"},
+        {"AWS_SESSION_TOKEN": "SECRET\n\nSECRET"},
+        {"AWS_SESSION_TOKEN": "SECRET€"},
+        {"AWS_ACCESS_KEY_ID": "SECRET\nSECRET"},
+        {"AWS_ACCESS_KEY_ID": "SECRET key"},
+    ],
+)
+def test_p38_keys_that_no_header_can_carry_are_not_echoed(env: dict[str, str], s3: servers.S3Stub) -> None:
+    """Cut in two, one would be a header of its own."""
+    s3.put("m/x", b"abc")
+    with pytest.raises(UsageError, match="the AWS ") as caught:
+        listed(s3, env=env)
+    assert "SECRET" not in f"{caught.value} {caught.value.hint}"
+    assert s3.log() == []
+
+
+def test_p38_keys_with_a_line_end(s3: servers.S3) -> None:
+    s3.put("m/x", b"abc")
+    keys = {name: f" {s3.env[name]}\n" for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")}
+    listed(s3, env={**keys, "AWS_SESSION_TOKEN": "token\n"})
+
+
+def test_a_configuration_file_that_cannot_be_looked_up(s3: servers.S3) -> None:
+    """A name that is too long, or a container whose HOME is root's, and whose user is not: keys and region do without."""
+    s3.put("m/x", b"1")
+    listed(s3, env={"AWS_REGION": "", "AWS_DEFAULT_REGION": "", "AWS_CONFIG_FILE": "/" + "x" * 300})
 
 
 def test_p60_versions(s3: servers.S3) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import itertools
 import re
@@ -352,6 +353,64 @@ def test_p05_two_lengths_in_one_answer(mx: Mx, second: str, code: int) -> None:
 )
 def test_p06_a_page_with_status_200(mx: Mx, faultd: servers.Faultd, flags: str, name: str) -> None:
     refused(mx, mx("prefetch", faultd.file(flags, 1_000_000, name)), 16, "text/html", "bytes")
+
+
+@pytest.mark.parametrize("status", [201, 202, 204, 205, 226])
+@pytest.mark.parametrize("method", ["HEAD GET", "GET"])
+def test_p06_a_success_without_the_file(mx: Mx, status: int, method: str) -> None:
+    """202: the server makes it ready, and promises it for later. 204: there is nothing."""
+    data = noise("ready", 1000)
+
+    def answer(asked: Asked) -> None:
+        if asked.method in method:
+            asked.say(status, b"" if status in (204, 205) else b"one moment, please")
+        else:
+            asked.serve(data)
+
+    with scripted(answer) as server:
+        refused(mx, mx("prefetch", f"{server.url}/model.bin", env=QUICK), 16, f"HTTP {status}")
+        assert len(server.asked) < 6
+
+
+@pytest.mark.parametrize("etag", ['"strong"', ""])
+def test_p05_more_chunks_than_promised(mx: Mx, etag: str) -> None:
+    """Chunks have no length that could be compared: what is read must be all that comes."""
+    data = noise("more", 300_000)
+
+    def answer(asked: Asked) -> None:
+        tag = {"ETag": etag} if etag else {}
+        if asked.method == "HEAD":
+            asked.say(200, b"", {"Content-Length": "299999", **tag})
+            return
+        asked.handler.send_response(200)
+        for name, value in {"Transfer-Encoding": "chunked", **tag}.items():
+            asked.handler.send_header(name, value)
+        asked.handler.end_headers()
+        asked.handler.wfile.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data))
+
+    with scripted(answer) as server:
+        refused(mx, mx("prefetch", f"{server.url}/m.bin", env=QUICK), 16, "wrong size", "299999")
+
+
+@pytest.mark.parametrize("header", ["Transfer-Encoding", "Content-Encoding"])
+def test_p07_packed_bytes_are_not_the_file(mx: Mx, header: str) -> None:
+    data = gzip.compress(noise("packed", 300_000))
+
+    def answer(asked: Asked) -> None:
+        if asked.method == "HEAD":
+            asked.say(200, b"", {"Content-Length": "300000", "ETag": '"x"'})
+            return
+        asked.handler.send_response(200)
+        coding = "gzip, chunked" if header == "Transfer-Encoding" else "gzip"
+        if header != "Transfer-Encoding":
+            asked.handler.send_header("Transfer-Encoding", "chunked")
+        asked.handler.send_header(header, coding)
+        asked.handler.send_header("ETag", '"x"')
+        asked.handler.end_headers()
+        asked.handler.wfile.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data))
+
+    with scripted(answer) as server:
+        refused(mx, mx("prefetch", f"{server.url}/m.bin", env=QUICK), 16, header, "gzip")
 
 
 PAGES = {
