@@ -176,7 +176,7 @@ class Many:
 
     def _why_nobody(self, job: _Job) -> MxError:
         errors = {m: m.failure for m in self.members if m.failure} | job.wrong
-        causes = "; ".join(f"{member.name}: {error.what}" for member, error in errors.items())
+        causes = "; ".join(_said(member, error) for member, error in errors.items())
         if any(isinstance(error, IntegrityError) for error in job.wrong.values()):
             return IntegrityError(f"{job.item.entry.path}: no source gives right bytes ({causes})")
         if errors and all(isinstance(error, NotFound) for error in errors.values()):
@@ -252,7 +252,12 @@ class Many:
 
 def trouble(member: Member, error: MxError) -> str:
     """What `on_trouble` is told, in words."""
-    return f"source {member.name} is left: {error.what}" if member.failure else f"{error.what}; it is read once more"
+    return f"source {_said(member, error, ' is left')}" if member.failure else f"{error.what}; it is read once more"
+
+
+def _said(member: Member, error: MxError, does: str = "") -> str:
+    """The member and its error, which may begin with its name itself."""
+    return f"{member.name}{does}: {error.what.removeprefix(f'{member.name}: ')}"
 
 
 def _given_up(job: _Job) -> TransportFailed:

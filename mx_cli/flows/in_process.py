@@ -179,7 +179,7 @@ class Handle:
             copies[extent.device](extent, view)
 
         name = f"cuda:{gpu[0]}" if gpu else "cpu"
-        return InMemory(name, described.extents, described.keep, self._registered(described, gpu), copy)
+        return InMemory(name, described.extents, described.keep, self._registered(described, gpu), copy, lent=True)
 
     def _registered(self, described: Described, gpu: list[int]) -> Any:
         """An agent for these runs of memory: the same as before where they have not moved."""

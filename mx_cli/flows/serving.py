@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
@@ -72,6 +73,7 @@ class Serving:
         self._held: Held | None = None
         self._beating: Beating | None = None
         self._started = time.time()
+        self._lost: set[str] = set()
         self._ending = threading.Lock()
         known = trust.accepted(context, offer.listen)
         if offer.tls_key and not offer.tls_cert:
@@ -112,7 +114,24 @@ class Serving:
     def read(self, file: str, offset: int, length: int) -> Iterator[memoryview]:
         if self._held is None:
             raise NotFound(f"no such file here: {file}")
-        return self._held.read(file, offset, length)
+        with self._telling():
+            pieces = self._held.read(file, offset, length)
+        return self._read(pieces)
+
+    def _read(self, pieces: Iterator[memoryview]) -> Iterator[memoryview]:
+        with self._telling():
+            yield from pieces
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Readers go elsewhere for what is not there; who runs this peer would not hear of it."""
+        try:
+            yield
+        except NotFound as error:
+            if error.what not in self._lost:
+                self._lost.add(error.what)
+                self._context.warn(f"readers cannot have what is offered here: {error.what}")
+            raise
 
     # -- the peer's life -----------------------------------------------------------------------------------------
 

@@ -67,6 +67,16 @@ class OnDisk:
             raise NotFound(f"no such bytes: {file}, {length} from {offset}")
         fd = self._own(file)
         try:
+            size = os.fstat(fd).st_size
+        finally:
+            os.close(fd)
+        if size != self._sizes[file]:
+            raise NotFound(f"{file} has changed since it is offered ({size} bytes, it had {self._sizes[file]})")
+        return self._pieces(file, offset, length)
+
+    def _pieces(self, file: str, offset: int, length: int) -> Iterator[memoryview]:
+        fd = self._own(file)
+        try:
             buffer = memoryview(bytearray(min(STEP, length)))
             while length > 0:
                 count = os.preadv(fd, [buffer[:length]], offset)
@@ -93,7 +103,8 @@ class OnDisk:
 class InMemory:
     """Weights in this process's memory, registered with an agent where there is one.
 
-    `keep` holds the references that keep the memory alive and mapped.
+    `keep` holds the references that keep the memory alive and mapped. `lent`: others can take it away all the same (a
+    storage is resized, a mapped file is shortened), so it is read in a way that can fail.
     """
 
     def __init__(
@@ -103,8 +114,11 @@ class InMemory:
         keep: object,
         agent: Agent | None,
         copy_out: CopyOut | None = None,
+        *,
+        lent: bool = False,
     ) -> None:
         self.device = device
+        self._lent = lent
         self._rows = extents
         self._extents = Extents(extents)
         self._keep = keep
@@ -134,7 +148,9 @@ class InMemory:
         if keep is None:
             raise NotFound(f"{file} is not offered any more")
         for extent in self._extents.cut(file, offset, offset + length):
-            if extent.device == HOST:
+            if extent.device == HOST and self._lent:
+                yield from _read_carefully(extent)
+            elif extent.device == HOST:
                 view = at_address(extent.address, extent.length)
                 yield from (view[at : at + STEP] for at in range(0, extent.length, STEP))
             else:
@@ -154,3 +170,21 @@ class InMemory:
             self._agent.destroy()
             self._agent = None
         self._keep = None
+
+
+def _read_carefully(extent: Extent) -> Iterator[memoryview]:
+    """Copies of host memory. Raises NotFound where there is none any more: reading that directly would end the process."""
+    fd = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        buffer = memoryview(bytearray(min(STEP, extent.length)))
+        for at in range(0, extent.length, STEP):
+            piece = buffer[: min(STEP, extent.length - at)]
+            try:
+                count = os.preadv(fd, [piece], extent.address + at)
+            except OSError:
+                count = 0
+            if count < len(piece):
+                raise NotFound(f"{extent.file}: its memory was taken away since it is offered")
+            yield piece
+    finally:
+        os.close(fd)

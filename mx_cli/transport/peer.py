@@ -166,7 +166,10 @@ class PeerSource(Threads):
 
     def _wrong(self, check: Check, found: str) -> IntegrityError:
         where = f"tensor {check.tensor}, block {check.block}"
-        return IntegrityError(f"wrong bytes from {self.name} ({where}: expected {check.expected}, observed {found})")
+        return IntegrityError(
+            f"wrong bytes from {self.name} ({where}: expected {check.expected}, observed {found})",
+            hint="they changed after they were hashed: a peer has to serve them anew, mx cache verify looks through a cache",
+        )
 
 
 def _covered(

@@ -436,6 +436,15 @@ def test_an_expanded_target_is_refused_by_name(place: Path) -> None:
         mx_cli.pull_into({"w": torch.ones(1).expand(5)}, "mx1c-" + "0" * 32, **settings(place))
 
 
+def test_memory_that_is_taken_away_ends_nobody(place: Path, path: str) -> None:
+    with tensor_source(place, "filled:8", "bf16") as source:
+        source.tell("take away", "filled:8", name="w")
+        with pytest.raises((TransportFailed, IntegrityError)):
+            Reader(source, "filled:8", place, path).pull()
+        assert Reader(source, "bf16", place, path).pull()
+        assert source.end() == 0
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("scattered", [False, True])
 def test_a_target_that_cannot_be_written_to_is_refused_by_name(scattered: bool, place: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -183,6 +184,19 @@ def test_v05_files_that_are_removed_are_served_all_the_same(hosts: Hosts, tmp_pa
     shutil.rmtree(model)
     hosts("pull", served.content, "--to", tmp_path / "out", host="b").ok()
     assert tree(tmp_path / "out") == right
+
+
+def test_a_file_that_was_shortened_is_named_at_both_ends(hosts: Hosts, tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model")
+    served = hosts.serve(model)
+    name = next(path.name for path in model.glob("*.safetensors"))
+    os.truncate(model / name, 100)
+    said = rf"{name} has changed since it is offered \(100 bytes, it had \d+\)"
+    result = hosts("pull", served.content, "--to", tmp_path / "out", host="b").exits(10)
+    assert re.search(rf"error: .*{served.address}: {said}", result.err)
+    assert not (tmp_path / "out").exists()
+    served.running.wait_err(f"warning: readers cannot have what is offered here: {said}")
+    assert served.get("/livez")[0] == 200
 
 
 # --- V-08 drain ----------------------------------------------------------------------------------------------------

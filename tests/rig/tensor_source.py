@@ -252,6 +252,8 @@ def obey(served: Mapping[str, Served], command: Mapping[str, Any]) -> Any:
         # Behind torch's back, as damage is.
         address = one.source[command["name"]].data_ptr() + command["at"]
         ctypes.c_ubyte.from_address(address).value ^= 1
+    elif do == "take away":
+        one.source[command["name"]].untyped_storage().resize_(0)
     elif do == "update":
         with one.handle.update(command.get("wait", 30.0)):
             one.fill(command)

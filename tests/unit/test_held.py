@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import weakref
 from pathlib import Path
@@ -54,6 +56,31 @@ def test_memory_that_was_given_back_is_not_read() -> None:
     held.close()
     with pytest.raises(NotFound):
         next(held.read(FILE, 0, 10))
+
+
+def test_memory_that_others_take_away_is_said_to_be_gone(tmp_path: Path) -> None:
+    """Memory without a mapping, and pages of a file that was shortened: reading them directly ends a process."""
+    path = tmp_path / "mapped"
+    path.write_bytes(DATA)
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), len(DATA), flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+    held = InMemory("cpu", [Extent(FILE, 0, len(DATA), address)], mapped, None, lent=True)
+    assert b"".join(map(bytes, held.read(FILE, 5, len(DATA) - 5))) == DATA[5:]
+    os.truncate(path, 0)
+    with pytest.raises(NotFound, match="taken away"):
+        list(held.read(FILE, 0, len(DATA)))
+    mapped.close()
+    with pytest.raises(NotFound, match="taken away"):
+        list(held.read(FILE, 0, len(DATA)))
+
+
+def test_a_file_that_was_shortened_is_said_to_have_changed(tmp_path: Path) -> None:
+    held = on_disk(tmp_path)
+    os.truncate(tmp_path / FILE, len(DATA) - 1)
+    with pytest.raises(NotFound, match=f"has changed since it is offered .{len(DATA) - 1} bytes, it had {len(DATA)}"):
+        next(held.read(FILE, 0, 10))
+    held.close()
 
 
 def test_a_file_that_is_being_read_is_never_another_one(tmp_path: Path) -> None:
