@@ -16,6 +16,8 @@ _NAMES = {
 }  # fmt: skip
 NETWORK = frozenset({"nfs", "cifs", "smb2", "smb", "lustre", "fuse", "ceph", "9p", "gpfs", "afs", "beegfs"})
 """Where a read may cross a network, or another process: few large reads, and the page cache stays in between."""
+LOCAL = frozenset({"ext4", "xfs", "btrfs", "zfs", "overlay", "tmpfs", "ramfs"})
+"""What one kernel alone has mounted: what another boot of it left, nobody writes to any more."""
 IN_MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
 
 _CACHESTAT = 451

@@ -5,16 +5,25 @@ from __future__ import annotations
 import contextlib
 import errno
 import filecmp
+import hashlib
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from mx_cli.base import filesystem
 from mx_cli.base.errors import UsageError
 from mx_cli.base.oserrors import explain
 from mx_cli.base.process import boot_id, is_gone, pid_namespace, start_time
 from mx_cli.cache.layout import make_dirs, sync_directory
+
+LONGEST = 80
+"""Bytes of a name that is repeated in that of the directory beside it: some file systems allow 143 in all."""
+ABANDONED_AFTER = 24 * 3600.0
+"""Seconds without a change after which what others fill is left: nothing that they may wait for takes as long."""
+_PARTS = ("boot", "namespace", "pid", "start", "token")
 
 
 class NewDirectory:
@@ -57,7 +66,7 @@ class NewDirectory:
         """
         make_dirs(self.path.parent)
         self._sweep()
-        own = f"{os.getpid()}-{start_time(os.getpid())}-{secrets.token_hex(3)}"
+        own = f"{self._owner()}-{os.getpid()}-{start_time(os.getpid())}-{secrets.token_hex(3)}"
         work = self.path.with_name(self._prefix() + own)
         try:
             make_dirs(work)
@@ -97,13 +106,50 @@ class NewDirectory:
         return UsageError(f"--to {self.path} is there already, with other files in it", hint="choose another --to")
 
     def _prefix(self) -> str:
-        return f".{self.path.name}.mx-{boot_id()[:8]}-{pid_namespace()}-"
+        """How all names of what becomes this directory begin. A name has to fit into the shortest limit that there is."""
+        name = self.path.name
+        if len(os.fsencode(name)) > LONGEST:
+            name = hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
+        return f".{name}.mx-"
+
+    def _owner(self) -> str:
+        """Where a process's number means something: its boot and its pid namespace."""
+        return f"{boot_id()[:8]}-{pid_namespace()}"
 
     def _sweep(self) -> None:
-        """Remove what commands of this boot left that were killed. Of another container nobody can tell whether it lives."""
+        """Remove what killed commands left, as far as one can tell that they are gone."""
         prefix = self._prefix()
-        with contextlib.suppress(OSError):
-            for path in self.path.parent.iterdir():
-                pid, _, rest = path.name.removeprefix(prefix).partition("-")
-                if path.name.startswith(prefix) and pid.isdecimal() and is_gone(int(pid), rest.partition("-")[0]):
-                    shutil.rmtree(path, ignore_errors=True)
+        for path in _below(self.path.parent):
+            parts = path.name.removeprefix(prefix).split("-")
+            if not path.name.startswith(prefix) or len(parts) != len(_PARTS):
+                continue
+            with contextlib.suppress(OSError):
+                if self._is_left(path, *parts):
+                    shutil.rmtree(path)
+
+    def _is_left(self, work: Path, boot: str, namespace: str, pid: str, start: str, token: str) -> bool:
+        if boot and self._owner() == f"{boot}-{namespace}":
+            return pid.isdecimal() and is_gone(int(pid), start)
+        if boot and boot_id() and boot != boot_id()[:8] and _is_local(work):
+            return True
+        # Another container, or another machine.
+        return time.time() - _last_change(work) > ABANDONED_AFTER
+
+
+def _below(directory: Path) -> list[Path]:
+    try:
+        return list(directory.iterdir())
+    except OSError:
+        return []
+
+
+def _is_local(path: Path) -> bool:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        return filesystem.kind(fd) in filesystem.LOCAL
+    finally:
+        os.close(fd)
+
+
+def _last_change(directory: Path) -> float:
+    return max(path.lstat().st_mtime for path in (directory, *directory.rglob("*")))

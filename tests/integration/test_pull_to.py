@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from mx_cli.base.process import start_time
-from mx_cli.flows import new_directory
+from mx_cli.base.process import boot_id, pid_namespace, start_time
 from mx_cli.flows.new_directory import NewDirectory
 from tests.rig.checkpoints import make_checkpoint, tree
 from tests.rig.serving import Hosts
@@ -69,16 +70,69 @@ def test_what_a_killed_pull_left_goes_with_the_next(
     assert tree(to) == tree(checkpoint)
 
 
-def test_what_another_container_is_filling_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def work_of(directory: NewDirectory, boot: str = "", namespace: int = 0) -> Path:
+    """What a process that has ended left, of this boot and pid namespace or another one."""
     ended = subprocess.Popen(["true"])
     start = start_time(ended.pid)
     ended.wait()
+    owner = f"{boot or boot_id()[:8]}-{namespace or pid_namespace()}"
+    work = directory.path.with_name(f"{directory._prefix()}{owner}-{ended.pid}-{start}-abcdef")
+    (work / "below").mkdir(parents=True)
+    (work / "below" / "config.json").write_text("{}")
+    return work
+
+
+def test_what_another_container_is_filling_is_left_alone(tmp_path: Path) -> None:
     directory = NewDirectory(tmp_path / "to")
-    ours = tmp_path / f"{directory._prefix()}{ended.pid}-{start}-abcdef"
-    monkeypatch.setattr(new_directory, "pid_namespace", lambda: 1)
-    theirs = tmp_path / f"{directory._prefix()}{ended.pid}-{start}-abcdef"
-    monkeypatch.undo()
-    for path in (ours, theirs):
-        path.mkdir(exist_ok=True)
+    ours, theirs = work_of(directory), work_of(directory, namespace=1)
     directory._sweep()
-    assert list(tmp_path.iterdir()) == [theirs]
+    assert not ours.exists()
+    assert theirs.exists()
+    _age(theirs)
+    directory._sweep()
+    assert not theirs.exists()
+
+
+def test_what_another_boot_left_goes(tmp_path: Path) -> None:
+    directory = NewDirectory(tmp_path / "to")
+    left = work_of(directory, boot="0123abcd")
+    with directory.making() as work:
+        (work / "file").write_text("new")
+    assert not left.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["to"]
+
+
+def test_what_another_machine_fills_is_left_alone_for_a_day(bindfs_pair: tuple[Path, Path]) -> None:
+    """On a file system that others may have, another boot may be another machine."""
+    directory = NewDirectory(bindfs_pair[0] / "to")
+    theirs = work_of(directory, boot="0123abcd")
+    directory._sweep()
+    assert theirs.exists()
+    _age(theirs, but=theirs / "below" / "config.json")
+    directory._sweep()
+    assert theirs.exists()
+    _age(theirs)
+    directory._sweep()
+    assert not theirs.exists()
+
+
+def _age(work: Path, but: Path | None = None) -> None:
+    """As if nothing had been written for two days, but to one of the files."""
+    then = time.time() - 2 * 24 * 3600
+    for path in (*work.rglob("*"), work):
+        if path != but:
+            os.utime(path, (then, then))
+
+
+@pytest.mark.parametrize("length", [81, 143, 255])
+def test_a_directory_of_a_long_name(length: int, hosts: Hosts, checkpoint: Path, tmp_path: Path) -> None:
+    served = hosts.serve(checkpoint)
+    to = tmp_path / "place" / ("ü" * (length // 2) + "x" * (length % 2))
+    hosts("pull", served.content, "--to", to, host="b").ok()
+    assert tree(to) == tree(checkpoint)
+    left = work_of(NewDirectory(to))
+    other = to.with_name("y" + to.name[1:])
+    hosts("pull", served.content, "--to", other, host="b").ok()
+    assert left.exists()
+    NewDirectory(to)._sweep()
+    assert {path.name for path in to.parent.iterdir()} == {to.name, other.name}
