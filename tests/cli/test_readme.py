@@ -219,9 +219,35 @@ def test_the_blocks_are_found_and_what_varies_is_not_compared() -> None:
 # --- programs ----------------------------------------------------------------------------------------------------
 
 
+def programs() -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@capability("torch")
+@capability("transformers")
+def test_the_program_that_loads_a_model_runs(tmp_path: Path) -> None:
+    import torch
+
+    from tests.rig import tiny_models
+
+    directory = tiny_models.make(tmp_path / "model", "tied")
+    words = tiny_models.pretrained(directory)(torch.arange(8)[None]).logits[0].argmax(-1).tolist()
+    env = clean_env(tmp_path, tmp_path / "cache", {"XDG_RUNTIME_DIR": tmp_path / "run"})
+    for source in (str(directory), directory.as_uri()):
+        done = subprocess.run(
+            [sys.executable, "-c", programs()[2], str(directory), source],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines()[-1] == str(words)
+
+
 @capability("torch")
 def test_the_python_programs_run(tmp_path: Path) -> None:
-    giver, taker = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
+    giver, taker, _ = programs()
     (tmp_path / "run").mkdir(mode=0o700)
     env = clean_env(tmp_path, tmp_path / "cache", {"XDG_RUNTIME_DIR": tmp_path / "run"})
     shows = "\nprint(target.weight.sum().item(), target.bias.tolist() == tensors['bias'].tolist())"
