@@ -57,7 +57,8 @@ class RankPull:
     ) -> None:
         self._request, self._context, self._put, self._keep = request, context, put, keep
         self._rank, self._rules, self._choose, self._make = rank, rules, choose, make
-        self.puller = Pull(request, context)
+        # A directory that is to be made is the caller's, and gets a part only.
+        self.puller = Pull(dataclasses.replace(request, to=None), context)
         # That of the weights it is a part of.
         self.identity = ""
         self._begun: set[str] = set()

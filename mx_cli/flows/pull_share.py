@@ -14,6 +14,7 @@ from mx_cli.cache.layout import make_dirs, sync_directory
 from mx_cli.cache.reserve import check_space, reserve
 from mx_cli.engine.buffers import write_at
 from mx_cli.engine.meter import Meter
+from mx_cli.flows import deliver
 from mx_cli.flows.context import Context
 from mx_cli.flows.cuts import parse_rank
 from mx_cli.flows.new_directory import NewDirectory
@@ -22,6 +23,7 @@ from mx_cli.flows.pull import PullOutcome, PullRequest, Sourced
 from mx_cli.flows.pull_memory import Shape
 from mx_cli.flows.pull_ranks import RankPull
 from mx_cli.flows.ranks import Memory, Place
+from mx_cli.flows.request import Request
 from mx_cli.model.part_files import part_files
 from mx_cli.model.share import Share
 
@@ -37,6 +39,7 @@ def pull_share(request: PullRequest, rank: str, rules: str | None, context: Cont
     number, _ = parse_rank(rank)
     if request.to is None:
         raise UsageError("--rank: a part has no place in the cache, which keeps whole files", hint="--to DIR")
+    deliver.check(Request(request.model, to=request.to), request.model, context.cache().root)
     start = time.monotonic()
     with NewDirectory(request.to).making() as work, _Files(work, number, {"format": "pt", "rank": rank}) as files:
         pull = RankPull(request, context, rank, rules, sorted, files.make, None, files.keep)
