@@ -106,6 +106,7 @@ class Loading:
         self._rank, self._started, self._offering, self._log = rank, started, offering, say
         self._routes = list(options.routes)
         self._found: Weights | MxError = NotFound("nobody has looked for the weights yet")
+        self._taken = ""
 
     def run(self) -> Any:
         """The module, filled and post-processed. Blocks.
@@ -160,8 +161,8 @@ class Loading:
         def take(name: str) -> Callable[[], Taken[str]]:
             return lambda: self._take(name, finders[name], module)
 
-        taken, _ = route.first([(name, take(name)) for name in routes], self._say)
-        if self._options.stage == "loaded" and (taken != "engine" or self._weights_are_own()):
+        self._taken, _ = route.first([(name, take(name)) for name in routes], self._say)
+        if self._options.stage == "loaded":
             self._hold(module)
 
     def _take(self, name: str, find: Callable[[], Put], module: Any) -> Taken[str]:
@@ -229,11 +230,11 @@ class Loading:
         from mx_cli.flows.load import load
 
         tensors = load(str(directory), **self._options.settings)
-        if self._options.stage == "checkpoint" and self._rank.first_here:
-            self._offering.hold_files(directory)
 
         def put(module: Any) -> str:
             self._engine.load(module, iter(tensors.items()))
+            if self._options.stage == "checkpoint" and self._rank.first_here:
+                self._offering.hold_files(directory)
             return reason
 
         return put
@@ -275,7 +276,8 @@ class Loading:
         return identity.of_origin(weights.uri, weights.revision, stage, layout).id
 
     def _hold(self, module: Any) -> None:
-        if isinstance(self._found, Weights):
+        """Hold what the module has, if it is known to be the weights that are wanted."""
+        if isinstance(self._found, Weights) and (self._taken != "engine" or self._found.own):
             self._offering.hold(module, self._found, self._started.layout, self._started.refusal)
 
     def _processed_from_peer(self) -> Any:

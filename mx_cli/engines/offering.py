@@ -17,6 +17,7 @@ from mx_cli.flows.context import Context
 from mx_cli.flows.holdings import local_holding
 from mx_cli.flows.in_process import Handle, Named, describe_holding
 from mx_cli.flows.serving import Offer, Serving
+from mx_cli.flows.trust import accepted
 from mx_cli.model import layout as model_layout
 from mx_cli.model.identity import Identity
 from mx_cli.sinks.torch_tensors import named_tensors
@@ -28,10 +29,15 @@ class Offering:
 
     Between `hold` and the end tensors are referred to, also those that the engine itself replaces by others. They are
     hashed when they are held, and again whenever they are offered: what is no longer the same is not offered.
+
+    Raises UsageError for an address that others can reach without a secret.
     """
 
     def __init__(self, options: Options, context: Context, who: str, say: Callable[[str], None]) -> None:
         self._options, self._context, self._who, self._log = options, context, who, say
+        if options.serve:
+            # Found out before anything is loaded.
+            accepted(context, options.listen)
         self._lock = threading.RLock()
         self._tensors: dict[str, Any] = {}
         self._named: Named | None = None

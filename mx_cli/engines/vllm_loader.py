@@ -12,6 +12,8 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
+from mx_cli.base.errors import UsageError
+
 if TYPE_CHECKING:
     from mx_cli.engines.loading import Rank, Tensors
     from mx_cli.engines.options import Options
@@ -50,8 +52,13 @@ class MxLoader(DefaultModelLoader):  # type: ignore[misc]
     def load_weights(self, model: Any, model_config: Any) -> None:
         if self._fill is None:
             super().load_weights(model, model_config)
-        else:
-            self._fill(model)
+            return
+        if list(getattr(model, "secondary_weights", ())):
+            raise UsageError(
+                f"{type(model).__name__} reads several checkpoints, and load format mx has one",
+                hint="start this model with vLLM's own load format",
+            )
+        self._fill(model)
 
     def load_tensors(self, model: Any, model_config: Any, tensors: Tensors | None) -> None:
         """A checkpoint's tensors into the model's; None: as vLLM's own loader finds them."""

@@ -1,4 +1,4 @@
-"""A running vLLM is a peer, and a new one is fed by it: two ranks, real processes, and the tokens they say.
+"""A running vLLM is a peer, and a new one is fed by it: two ranks, real processes, and the tokens that they say.
 
 Engines take half a minute and more to start, so the tests share them: each goes on where the one before it ended.
 """
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.rig.engines import BIN, PYTHON, START, Engine, Engines, engine_options
+from tests.rig.servers import free_ports
 from tests.rig.serving import eventually, slow
 
 pytestmark = pytest.mark.timeout(600)
@@ -58,10 +59,10 @@ def records(engines: Engines) -> list[dict[str, Any]]:
     return json.loads(engines.run([MX, "peers", "--json"], "b").out)["peers"]
 
 
-def fed(engines: Engines, other: Path, wanted: str, cache: str, **more: Any) -> Engine:
-    """An engine that is pointed at the other checkpoint, and wants the weights of this one."""
+def fed(engines: Engines, model: Path, wanted: str, cache: str, **more: Any) -> Engine:
+    """An engine that is pointed at one directory, and wants the weights of a URI."""
     options = engine_options({"uri": wanted, **more}, tensor_parallel_size=RANKS)
-    return engines.engine([*PYTHON, "run", str(other), options], cache)
+    return engines.engine([*PYTHON, "run", str(model), options], cache)
 
 
 def test_the_first_engine_loads_from_the_cache_and_serves(first: Engine, tokens: Any) -> None:
@@ -97,16 +98,19 @@ def test_a_sleeping_engine_is_no_peer(engines: Engines, first: Engine) -> None:
 
 
 def test_an_engine_that_dies_while_it_is_read_is_left_for_the_cache(
-    engines: Engines, other: Path, wanted: str, first: Engine, tokens: Any, tmp_path: Path
+    engines: Engines, wanted: str, first: Engine, tokens: Any
 ) -> None:
-    """Relays stand in for the peer's address: it ends when a part of each rank's bytes is through."""
-    source = Path(engines.env("a")["MX_DISCOVERY"].removeprefix("dir:"))
-    found = [json.loads(path.read_bytes()) for path in source.glob("*.json")]
-    assert len(found) == RANKS
-    with slow(found[0]["address"], 256 << 10) as one, slow(found[1]["address"], 256 << 10) as two:
-        for record, relay in zip(found, (one, two), strict=True):
-            (tmp_path / f"{record['rank']}.json").write_text(json.dumps({**record, "address": relay.address}))
-        engine = fed(engines, other, wanted, "a", discovery=f"dir:{tmp_path}", path="socket")
+    """Relays stand in for the peer's address: it ends when a part of each rank's bytes is through.
+
+    Of its model this engine has only the small files.
+    """
+    small = engines.run([MX, "prefetch", wanted, "--include", "*.json"], "small").out.strip()
+    assert not list(Path(small).glob("*.safetensors"))
+    by_rank = {one["rank"]: one["address"] for one in records(engines)}
+    port = free_ports(RANKS)
+    with slow(by_rank["0"], 256 << 10, port) as one, slow(by_rank["1"], 256 << 10, port + 1) as two:
+        # Rank 1 has the next port.
+        engine = fed(engines, Path(small), wanted, "a", peers=[one.address], path="socket")
         one.wait_full(START)
         two.wait_full(START)
         first.kill()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mx_cli.base.errors import Incompatible, MxError, NoPeer
+from mx_cli.base.errors import Incompatible, MxError, NoPeer, UsageError
 from mx_cli.engines.loading import Loading, Rank, Started, Tensors
 from mx_cli.engines.offering import Offering
 from mx_cli.engines.options import options_of
@@ -154,12 +154,25 @@ def test_without_a_snapshot_the_origin_is_streamed(start: Callable[..., Start]) 
     assert one.engine.built == 1
 
 
+@pytest.mark.parametrize("stage", ["loaded", "processed"])
+def test_weights_that_may_be_others_are_offered_as_nobodys(start: Callable[..., Start], stage: str) -> None:
+    """The URI is known, and what the engine's own loader found is something else."""
+    import torch
+
+    one = start(serve=True, stage=stage, routes=["engine"])
+    one.engine.own = {f"{name}.weight": torch.full(SHAPE, 3, dtype=torch.uint8) for name in NAMES}
+    one.run()
+    one.offering.offer()
+    assert one.offering.address == ""
+
+
+@pytest.mark.parametrize("stage", ["loaded", "processed", "checkpoint"])
 def test_the_engines_own_loader_comes_last_and_its_weights_are_not_offered_as_others(
-    start: Callable[..., Start], tmp_path: Path
+    start: Callable[..., Start], stage: str
 ) -> None:
     import torch
 
-    one = start(uri="file:///nowhere/model", serve=True)
+    one = start(uri="file:///nowhere/model", serve=True, stage=stage)
     one.engine.own = {f"{name}.weight": torch.full(SHAPE, 3, dtype=torch.uint8) for name in NAMES}
     assert int(one.run().first.weight.data.min()) == 3
     assert routes(one.said) == ["peer not taken", "cache not taken", "stream not taken", "engine taken"]
@@ -337,6 +350,12 @@ def test_withdrawn_weights_come_back_and_dropped_ones_do_not(start: Callable[...
     one.offering.drop("other weights")
     one.offering.offer()
     assert one.offering.address == ""
+
+
+def test_an_address_for_others_without_a_secret_is_found_out_at_once(start: Callable[..., Start]) -> None:
+    with pytest.raises(UsageError, match="there is no secret"):
+        start(serve=True, listen="0.0.0.0:0")
+    start(listen="0.0.0.0:0")
 
 
 def test_nothing_is_held_for_nobody(start: Callable[..., Start]) -> None:

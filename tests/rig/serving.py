@@ -130,14 +130,14 @@ class Slow:
 
     SMALL = 8 << 10
 
-    def __init__(self, target: str, budget: int) -> None:
-        host, _, port = target.rpartition(":")
-        self._target = host, int(port)
+    def __init__(self, target: str, budget: int, port: int = 0) -> None:
+        host, _, target_port = target.rpartition(":")
+        self._target = host, int(target_port)
         self._budget = budget
         self._changed = threading.Condition()
         self._closed = False
         self.passed = 0
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server(("127.0.0.1", port))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._sockets = [self._listener]
         threading.Thread(target=self._accept, daemon=True).start()
@@ -194,8 +194,8 @@ class Slow:
 
 
 @contextlib.contextmanager
-def slow(target: str, budget: int) -> Iterator[Slow]:
-    relay = Slow(target, budget)
+def slow(target: str, budget: int, port: int = 0) -> Iterator[Slow]:
+    relay = Slow(target, budget, port)
     try:
         yield relay
     finally:
