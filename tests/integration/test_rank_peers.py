@@ -16,7 +16,7 @@ from tests.rig import capabilities
 from tests.rig import tensor_parallel as tp
 from tests.rig.serving import slow
 from tests.rig.tensor_source import TensorSource, tensor_source
-from tests.support import capability
+from tests.support import Mx, capability
 
 if not capabilities.have("torch"):
     pytest.skip("missing: torch", allow_module_level=True)
@@ -87,6 +87,32 @@ def test_another_parallel_size(
         # Rows of more columns than are wanted are read along, and what stands between two small tensors.
         rows = tp.size({n: t for n, t in whole.items() if n.endswith(tp.ROWS)}) if theirs < own else 0
         assert received.extra <= rows + (128 << 10)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("theirs", "own"), [(1, 2), (2, 1), (2, 4), (4, 2)])
+def test_another_parallel_size_into_files(
+    sources: dict[int, list[TensorSource]],
+    place: Path,
+    whole: dict[str, Any],
+    theirs: int,
+    own: int,
+    path: str,
+    mx: Mx,
+    tmp_path: Path,
+) -> None:
+    """`mx pull --rank`, by the peers' URI: the store itself is never asked."""
+    env = {"XDG_RUNTIME_DIR": place / "run", "MX_DISCOVERY": f"dir:{place / 'peers'}"}
+    peers = [word for address in addresses(sources, theirs) for word in ("--peer", address)]
+    for rank in range(own):
+        to = tmp_path / str(rank)
+        pull = ("pull", tp.URI, "--revision", tp.REVISION, "--rank", f"{rank}/{own}", "--rules", "llama", "--json")
+        said = mx(*pull, "--route", "peer", "--path", path, "--to", to, *peers, env=env).ok().json()
+        expected = tp.shares(whole, rank, own)
+        assert not tp.differing(mx_cli.load(str(to), cache_dir=str(place / "cache")), expected)
+        # Columns are picked from rows that come whole, since files take no runs from memory.
+        rows = tp.size({name: tensor for name, tensor in whole.items() if name.endswith(tp.ROWS)})
+        assert tp.size(expected) <= said["bytes_moved"] <= tp.size(expected) + rows + (128 << 10)
 
 
 @pytest.mark.parametrize("path", PATHS)
