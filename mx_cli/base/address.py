@@ -34,6 +34,14 @@ def split_address(text: str, default: int | None = None) -> tuple[str, int]:
     return host, int(port)
 
 
+def peer_address(text: str) -> tuple[str, int]:
+    """The same for somebody who listens there already. Raises UsageError, also for port 0."""
+    host, port = split_address(text)
+    if port == 0:
+        raise _refusal(text, "port 0")
+    return host, port
+
+
 def join_address(host: str, port: int) -> str:
     """The other way round."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -19,3 +19,9 @@ def explain(error: OSError, what: str) -> MxError:
         groups = ",".join(map(str, sorted({os.getgid(), *os.getgroups()})))
         said += f" (this process is uid {os.geteuid()}, groups {groups})"
     return FilesystemRefused(f"{what}: {said}")
+
+
+def reason(error: Exception) -> str:
+    """An error of a library or the system in its own words."""
+    text = str(error) or type(error).__name__
+    return (error.strerror or text) if isinstance(error, OSError) else text

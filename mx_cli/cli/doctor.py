@@ -9,6 +9,7 @@ import typer
 
 from mx_cli.base.errors import MissingCapability, UsageError
 from mx_cli.cli.options import CACHE, ORIGIN, PEER, PEERS, command
+from mx_cli.cli.render import plain
 from mx_cli.cli.render.table import table
 from mx_cli.cli.session import Session
 
@@ -87,11 +88,11 @@ def _tell(session: Session, report: Report) -> None:
     from mx_cli.base.events import Notice
     from mx_cli.flows.doctor import summary
 
-    rows = [(row.name, row.state, _plain(row.value)) for row in report.rows]
+    rows = [(row.name, row.state, plain(row.value, "")) for row in report.rows]
     head, *lines = table(HEADS, rows).split("\n")
     shown = [head]
     for line, row in zip(lines, report.rows, strict=True):
-        shown += [line, f"  fix: {_plain(row.fix)}"] if row.fix else [line]
+        shown += [line, f"  fix: {plain(row.fix, '')}"] if row.fix else [line]
     document, failed = report.to_json(), report.named(FAIL)
     session.emit(Notice(summary(report)))
     if not failed:
@@ -102,8 +103,3 @@ def _tell(session: Session, report: Report) -> None:
     else:
         session.answer("\n".join(shown), document, final=summary(report))
     raise MissingCapability(f"failing: {', '.join(failed)}", hint="each failing row has its fix")
-
-
-def _plain(text: str) -> str:
-    """What others wrote, so that a terminal takes no orders from it."""
-    return text if text.isprintable() else ascii(text)[1:-1]

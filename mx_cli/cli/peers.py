@@ -8,6 +8,7 @@ import typer
 
 from mx_cli.base import units
 from mx_cli.cli.options import CACHE, ORIGIN, PEERS, command
+from mx_cli.cli.render import plain
 from mx_cli.cli.render.table import table
 from mx_cli.cli.session import Session
 
@@ -41,10 +42,10 @@ def peers(
     head, *rows = table(HEADS, [_row(peer) for peer in shown], right=frozenset({"AGE", "SIZE"})).split("\n")
     lines = [head]
     for row, peer in zip(rows, shown, strict=True):
-        lines += [row, f"  why: {_plain(peer.fault)}"] if peer.fault else [row]
+        lines += [row, f"  why: {_cell(peer.fault)}"] if peer.fault else [row]
     for peer in found.peers:
         if peer not in shown:
-            lines.append(f"other: {_name(peer)} at {_plain(peer.record.address)}: {_plain(peer.differs)}")
+            lines.append(f"other: {_name(peer)} at {_cell(peer.record.address)}: {_cell(peer.differs)}")
     document = {
         "schema": 1,
         "discovery": found.directory,
@@ -63,30 +64,30 @@ def _row(peer: Peer) -> tuple[str, ...]:
     known = bool(record.generation)
     return (
         _name(peer),
-        _plain(record.address),
+        _cell(record.address),
         "-" if sighting.age is None else units.duration(sighting.age),
-        _plain(record.device) or "-",
+        _cell(record.device) or "-",
         units.size(record.size) if known else "-",
         f"{record.readers}/{record.slots}" if known else "-",
         _state(peer),
-        " ".join(_plain(short(identity)) for identity in record.identities) or "-",
+        " ".join(_cell(short(identity)) for identity in record.identities) or "-",
     )
 
 
 def _state(peer: Peer) -> str:
     if peer.answers is not None:
-        return _plain(peer.record.state) if peer.answers else "no answer"
-    return f"stale ({_plain(peer.record.state)})" if peer.sighting.stale else _plain(peer.record.state)
+        return _cell(peer.record.state) if peer.answers else "no answer"
+    return f"stale ({_cell(peer.record.state)})" if peer.sighting.stale else _cell(peer.record.state)
 
 
 def _name(peer: Peer) -> str:
-    name, generation = _plain(peer.record.name), _plain(peer.record.generation)
+    name, generation = _cell(peer.record.name), _cell(peer.record.generation)
     return name if generation in ("", name) else f"{name} ({generation})"
 
 
-def _plain(text: str) -> str:
-    """What others wrote, so that a terminal takes no orders from it."""
-    shown = text if text.isprintable() else ascii(text)[1:-1]
+def _cell(text: str) -> str:
+    """What others wrote, in a line of a table."""
+    shown = plain(text, "")
     return shown if len(shown) <= LONGEST else shown[: LONGEST - 1] + "…"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mx_cli.base.address import split_address
+from mx_cli.base.address import peer_address
 from mx_cli.base.config import Settings, read_path
 from mx_cli.base.errors import UsageError
 from mx_cli.discovery.directory import FileDirectory
@@ -38,9 +38,6 @@ def open_directory(
 
 def _address(part: str, text: str) -> tuple[str, int]:
     try:
-        host, port = split_address(part)
+        return peer_address(part)
     except UsageError as error:
         raise UsageError(f"{error.what} in {text!r}: expected {FORMS}", hint=error.hint) from None
-    if port == 0:
-        raise UsageError(f"not an address ({part!r}: port 0) in {text!r}: expected {FORMS}")
-    return host, port

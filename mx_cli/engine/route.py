@@ -59,6 +59,9 @@ class Attempt:
     taken: bool
     reason: str
 
+    def text(self) -> str:
+        return f"route {self.route} {'taken' if self.taken else 'not taken'}: {self.reason}"
+
     def to_json(self) -> dict[str, object]:
         return {"route": self.route, "taken": self.taken, "reason": self.reason}
 

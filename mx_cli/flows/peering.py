@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from mx_cli.base import units
+from mx_cli.base.address import peer_address
 from mx_cli.base.errors import (
     AccessDenied,
     Incompatible,
@@ -110,7 +111,7 @@ class Peering:
         return sorted(found, key=lambda peer: (peer.load, not share_memory(mine, peer.facts), peer.address))
 
     def _candidates(self) -> list[Record]:
-        named = [only_address(*_named(address)) for address in self._wish.peers]
+        named = [only_address(*peer_address(address)) for address in self._wish.peers]
         if named:
             return named
         records = [r for r in self._directory.records(self._context.stop) if r.generation not in own_generations()]
@@ -312,7 +313,7 @@ class Peering:
         records = []
         for address in fresh:
             with contextlib.suppress(UsageError):
-                records.append(only_address(*_named(address)))
+                records.append(only_address(*peer_address(address)))
         met = [peer for peer in self._dial_all(records) if peer.facts.get("manifest") == group.holding.digest]
         group.peers += met
         return 0.0 if met else pause
@@ -360,15 +361,6 @@ class Peering:
                 raise
             if facts.get("version") != holding.version or facts.get("manifest") != holding.digest:
                 raise IntegrityError(f"{peer.address}: the weights changed while they were read")
-
-
-def _named(address: str) -> tuple[str, int]:
-    from mx_cli.base.address import split_address
-
-    host, port = split_address(address)
-    if port == 0:
-        raise UsageError(f"not a peer's address ({address!r}: port 0)")
-    return host, port
 
 
 def _strongest_first(identities: Iterable[str]) -> list[str]:

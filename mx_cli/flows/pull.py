@@ -176,8 +176,7 @@ class Pull:
 
     def say(self, attempt: Attempt) -> None:
         """Tell which route was taken or not, and why."""
-        verb = "taken" if attempt.taken else "not taken"
-        self._context.notice(f"route {attempt.route} {verb}: {attempt.reason}")
+        self._context.notice(attempt.text())
 
     @property
     def origin_uri(self) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mx_cli.base.errors import Unreachable, UsageError
+from mx_cli.base.oserrors import reason
 from mx_cli.base.tls_stream import TlsStream
 
 HEAD_LIMIT = 64 << 10
@@ -99,7 +100,7 @@ class Wire:
             while head.status in (100, 102, 103):
                 head = self._read_head(head.rest)
         except (OSError, ValueError) as error:
-            raise Unreachable(f"{self.name}: {_say(error)}") from None
+            raise Unreachable(f"{self.name}: {reason(error)}") from None
         self.used = True
         return head
 
@@ -184,7 +185,7 @@ class Body:
             self.clean = self.left == 0
             return count
         except (OSError, ValueError) as error:
-            raise Unreachable(f"{self.wire.name}: {_say(error)}") from None
+            raise Unreachable(f"{self.wire.name}: {reason(error)}") from None
 
     def _take(self, view: memoryview) -> int:
         if self.rest:
@@ -232,8 +233,3 @@ class Body:
             self.rest += more
         line, self.rest = self.rest[:end], self.rest[end + 2 :]
         return line
-
-
-def _say(error: Exception) -> str:
-    text = str(error) or type(error).__name__
-    return error.strerror or text if isinstance(error, OSError) else text

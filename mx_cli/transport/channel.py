@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from mx_cli.base.address import split_address
 from mx_cli.base.errors import AccessDenied, TransportFailed, Unreachable
+from mx_cli.base.oserrors import reason
 from mx_cli.base.tls_stream import TlsStream
 from mx_cli.transport import http1
 
@@ -41,8 +42,8 @@ class Channel:
             plain = socket.create_connection((host, port), connect_timeout)
         except OSError as error:
             if isinstance(error, ConnectionRefusedError):
-                raise NotThere(f"{place}: {_say(error)}") from None
-            raise Unreachable(f"{place}: cannot connect: {_say(error)}") from None
+                raise NotThere(f"{place}: {reason(error)}") from None
+            raise Unreachable(f"{place}: cannot connect: {reason(error)}") from None
         try:
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with _within(plain, connect_timeout):
@@ -52,7 +53,7 @@ class Channel:
             raise AccessDenied(f"{place}: certificate verify failed: {error.verify_message}") from None
         except (OSError, ValueError) as error:
             plain.close()
-            raise Unreachable(f"{place}: TLS failed: {_say(error)}") from None
+            raise Unreachable(f"{place}: TLS failed: {reason(error)}") from None
         return cls(stream, place)
 
     def within(self, seconds: float) -> contextlib.AbstractContextManager[None]:
@@ -139,7 +140,7 @@ class Channel:
 
     def _explain(self, error: Exception) -> Unreachable:
         kind = Silent if isinstance(error, TimeoutError) else Unreachable
-        return kind(f"{self.place}: {_say(error)}")
+        return kind(f"{self.place}: {reason(error)}")
 
     def body(self, limit: int) -> bytes:
         """The whole body. Raises TransportFailed when it is larger than `limit` bytes, Unreachable when it breaks off."""
@@ -193,8 +194,3 @@ class NotThere(Unreachable):
 
 class Silent(Unreachable):
     """No byte for as long as one has patience."""
-
-
-def _say(error: Exception) -> str:
-    text = str(error) or type(error).__name__
-    return (error.strerror or text) if isinstance(error, OSError) else text

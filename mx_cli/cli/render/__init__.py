@@ -36,11 +36,14 @@ def line(level: str, event: str, message: str, run: str, fields: dict[str, Any])
     return {"ts": round(time.time(), 3), "level": level, "event": event, "msg": message, "run": run, "fields": fields}
 
 
-def plain(text: str) -> str:
-    """What others wrote is among it (origins, peers, records), and a terminal takes no orders from them."""
+def plain(text: str, keep: str = "\n\t") -> str:
+    """What others wrote is among it (origins, peers, records), and a terminal takes no orders from them.
+
+    `keep`: characters that stay although they are orders; none in a line of a table.
+    """
     if text.isprintable():
         return text
-    return "".join(char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in text)
+    return "".join(char if char.isprintable() or char in keep else ascii(char)[1:-1] for char in text)
 
 
 def _write(text: str) -> None:
