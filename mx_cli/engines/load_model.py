@@ -18,8 +18,8 @@ from mx_cli.flows.pull_tensors import IntoMemory, device_number, put_on_gpu, req
 def load_model(
     config_or_dir: Any,
     source: str | os.PathLike[str],
+    device: Any = "cpu",
     *,
-    device: str = "cpu",
     dtype: Any = None,
     model_class: Any = None,
     revision: str | None = None,
@@ -54,6 +54,7 @@ def load_model(
     of its own), Incompatible, and what `pull_into` and `load` raise.
     """
     require_torch()
+    device = str(device)
     device_number(device)
     if isinstance(config_or_dir, Mapping) and model_class is not None:
         raise UsageError("one model_class for several models", hint="give a callable for each")

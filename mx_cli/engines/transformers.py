@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
+import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from mx_cli.flows.new_model import SHOWN, Allow
 from mx_cli.sinks.torch_tensors import torch_dtype
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
+_MAKING = threading.RLock()
+"""transformers sets a process's default dtype, and switches torch's initial values off, while it makes a model."""
 
 
 def require_transformers() -> None:
@@ -37,7 +40,7 @@ def read_config(place: Path) -> Any:
     if not file.is_file():
         raise UsageError(f"no config.json ({file})", hint="mx prefetch URI --include '*.json' brings a model's")
     try:
-        return AutoConfig.from_pretrained(str(file), local_files_only=True)
+        return AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise UsageError(f"transformers cannot use {file}: {str(error).splitlines()[0][:300]}") from None
 
@@ -53,7 +56,7 @@ class Transformers:
     def __init__(
         self, config: Any, model_class: Any, device: str, dtype: Any, initialise: bool, generation: Path | None
     ) -> None:
-        self._config, self._device, self._dtype = config, device, dtype
+        self._config, self._device, self._dtype = config, device, _dtype_of(dtype)
         self._initialise, self._generation = initialise, generation
         if getattr(config, "quantization_config", None):
             raise UsageError(
@@ -66,11 +69,12 @@ class Transformers:
         import torch
         from transformers.initialization import no_init_weights
 
-        with torch.device(self._device), contextlib.nullcontext() if self._initialise else no_init_weights():
-            model = self._class._from_config(copy.deepcopy(self._config), dtype=self._dtype_or(dtype))
-        model.tie_weights()
-        _keep_precise(model, self._dtype_or(dtype))
-        _initialise_the_rest(model)
+        with _MAKING:
+            with torch.device(self._device), contextlib.nullcontext() if self._initialise else no_init_weights():
+                model = self._class._from_config(copy.deepcopy(self._config), dtype=self._dtype_or(dtype))
+            model.tie_weights()
+            _keep_precise(model, self._dtype_or(dtype))
+            _initialise_the_rest(model)
         return self._finished(model)
 
     def ignores(self, module: Any, name: str) -> bool:
@@ -103,13 +107,14 @@ class Transformers:
         return found
 
     def convert(self, tensors: Mapping[str, Any], dtype: str, allow: Allow) -> Any:
-        model, info = self._class.from_pretrained(
-            None,
-            config=copy.deepcopy(self._config),
-            state_dict=dict(tensors),
-            dtype=self._dtype_or(dtype),
-            output_loading_info=True,
-        )
+        with _MAKING:
+            model, info = self._class.from_pretrained(
+                None,
+                config=copy.deepcopy(self._config),
+                state_dict=dict(tensors),
+                dtype=self._dtype_or(dtype),
+                output_loading_info=True,
+            )
         missing, extra = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
         wrong = sorted(str(row[0] if isinstance(row, tuple) else row) for row in info["mismatched_keys"])
         faults = [f"{len(wrong)} differ ({_list(wrong)})"] if wrong else []
@@ -122,10 +127,7 @@ class Transformers:
         return self._finished(model.to(self._device))
 
     def _dtype_or(self, dtype: str) -> Any:
-        import torch
-
-        found = self._dtype or self._config.dtype or torch_dtype(dtype)
-        return getattr(torch, found) if isinstance(found, str) else found
+        return self._dtype or _dtype_of(self._config.dtype) or torch_dtype(dtype)
 
     def _finished(self, model: Any) -> Any:
         from transformers import GenerationConfig
@@ -133,6 +135,18 @@ class Transformers:
         if self._generation is not None and model.can_generate() and (self._generation / GENERATION).is_file():
             model.generation_config = GenerationConfig.from_pretrained(str(self._generation), local_files_only=True)
         return model.eval()
+
+
+def _dtype_of(wish: Any) -> Any:
+    """torch's dtype of a name (`bfloat16`) or of itself; None for None and `auto`. Raises UsageError."""
+    import torch
+
+    if wish is None or wish == "auto":
+        return None
+    found = getattr(torch, wish.removeprefix("torch."), None) if isinstance(wish, str) else wish
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise UsageError(f"not a dtype of weights: {wish!r}", hint="float32, bfloat16, float16, or one of torch's")
+    return found
 
 
 def _class_of(config: Any) -> Any:

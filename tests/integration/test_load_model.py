@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ def test_a_config_instead_of_a_directory(checkpoints: dict[str, Path]) -> None:
     path = checkpoints["tied"]
     config = transformers.AutoConfig.from_pretrained(path)
     before = config.to_dict()
-    found = mx_cli.load_model(config, path, dtype="float32")
+    found = mx_cli.load_model(config, path, torch.device("cpu"), dtype="float32")
     assert config.to_dict() == before
     assert found.dtype == torch.float32
     assert_same_model(mx_cli.load_model(path / "config.json", str(path)), tiny_models.pretrained(path))
@@ -175,6 +176,19 @@ def test_other_dtypes_are_not_converted(tmp_path: Path) -> None:
     path = saved_as(tiny_models.make(tmp_path, "untied"), change)
     with pytest.raises(Incompatible, match=r"model\.norm\.weight: BF16\[32\] here, I32\[32\] there"):
         mx_cli.load_model(path, path)
+
+
+def test_several_at_once(checkpoints: dict[str, Path]) -> None:
+    """transformers has one default dtype, and one switch for initial values, for the whole process."""
+    wishes = [("tied", torch.float32), ("untied", torch.bfloat16), ("experts", torch.float32), ("grouped", None)] * 2
+    with ThreadPoolExecutor(len(wishes)) as pool:
+        paths = [checkpoints[kind] for kind, _ in wishes]
+        found = list(pool.map(lambda path, wish: mx_cli.load_model(path, path, dtype=wish[1]), paths, wishes))
+    for model, path, (_, dtype) in zip(found, paths, wishes, strict=True):
+        assert_same_model(model, type(model).from_pretrained(path, dtype=dtype))
+    assert torch.get_default_dtype() == torch.float32
+    fresh = transformers.LlamaForCausalLM(tiny_models.config("untied"))
+    assert 0 < float(fresh.lm_head.weight.detach().std()) < 0.1
 
 
 # --- what does not agree -----------------------------------------------------------------------------------------
@@ -263,7 +277,10 @@ def test_models_that_cannot_be_made_are_refused_before_anything_moves(tmp_path: 
     refused({"architectures": None}, "no class of transformers")
     refused({"architectures": ["Nothing"]}, "no class of transformers .*Nothing")
     refused({"model_type": "nothing-known"}, "transformers cannot use")
+    refused({"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.Own"}}, "transformers cannot use")
     refused({}, "not a device", device="tpu")
+    refused({}, "not a dtype of weights: 'float31'", dtype="float31")
+    refused({}, "not a dtype of weights: torch.int8", dtype=torch.int8)
     with pytest.raises(UsageError, match=r"no config\.json"):
         mx_cli.load_model(tmp_path / "absent", nowhere)
     with pytest.raises(UsageError, match="there already"):
