@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -75,6 +76,7 @@ class Handle:
         self, source: Any, context: Context, offer: Offer, named: Named, all_buffers: bool, *, publish: bool = True
     ) -> None:
         self._source, self._context, self._named, self._all_buffers = source, context, named, all_buffers
+        self._pid = os.getpid()
         self._changing = threading.RLock()
         self._updating = False
         self._agent: Any = None
@@ -126,6 +128,8 @@ class Handle:
         Blocks, also while another thread updates. Raises UsageError for a handle that is closed, and for an update within
         an update; and what `serve` raises for tensors: then nobody reads until another update succeeds.
         """
+        if os.getpid() != self._pid:
+            raise UsageError("this handle is of the process that this one was forked from", hint="serve again")
         with self._changing:
             if self._source is None:
                 raise UsageError("this handle is closed", hint="serve again")
@@ -147,7 +151,12 @@ class Handle:
                     control.resume()
 
     def close(self) -> None:
-        """Stop serving, after the readers that are there have had a moment; nothing refers to the weights then. Idempotent."""
+        """Stop serving, after the readers that are there have had a moment; nothing refers to the weights then. Idempotent.
+
+        In a forked child it does nothing: the process that serves goes on.
+        """
+        if os.getpid() != self._pid:
+            return
         with self._changing:
             if self._source is not None:
                 self._serving.drain(CLOSE_WAIT)

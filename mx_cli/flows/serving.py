@@ -51,12 +51,12 @@ def new_generation() -> str:
     return f"mx-{socket.gethostname()[:40]}-{os.getpid()}-{secrets.token_hex(6)}"
 
 
-_lives: set[str] = set()
+_lives: dict[str, int] = {}
 
 
 def own_generations() -> frozenset[str]:
-    """The peers that live in this process: nobody finds itself as a source."""
-    return frozenset(_lives)
+    """The peers that live in this process, and not in one that it was forked from: nobody finds itself as a source."""
+    return frozenset(generation for generation, pid in _lives.items() if pid == os.getpid())
 
 
 class Serving:
@@ -90,7 +90,7 @@ class Serving:
             listener.close()
             raise
         self._door.start()
-        _lives.add(self.generation)
+        _lives[self.generation] = os.getpid()
 
     # -- what the control channel asks ---------------------------------------------------------------------------
 
@@ -220,7 +220,7 @@ class Serving:
     def close(self) -> None:
         """End everything at once. Idempotent, from any thread."""
         with self._ending:
-            _lives.discard(self.generation)
+            _lives.pop(self.generation, None)
             if self._beating:
                 self._beating.close()
                 self._beating = None

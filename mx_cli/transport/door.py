@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import resource
 import selectors
 import socket
 import ssl
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -65,6 +67,17 @@ class _Connection:
         return self.sock.fileno()
 
 
+_doors: weakref.WeakSet[Door] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for door in list(_doors):
+        door.let_go()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 class _Gone(Exception):
     """The other side does not take the answer any more."""
 
@@ -106,6 +119,7 @@ class Door:
         self._accepting = True
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="mx-lobby", daemon=True)
+        _doors.add(self)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -137,6 +151,13 @@ class Door:
         self._control.close()
         self._data.close()
         self._listener.close()
+
+    def let_go(self) -> None:
+        """For a child of this process, which has none of its threads: it must not hold open what nobody answers there."""
+        self._closing = True
+        self._selector.close()
+        for sock in (self._listener, self._woken, self._waker, *(one.sock for one in self._connections)):
+            sock.close()
 
     # --- the lobby's thread
 

@@ -43,6 +43,16 @@ print(*[number.value for number in numbers], sep=".")
 _SELECTING = ("UCX_NET_DEVICES", "UCX_TCP_PORT_RANGE", "UCX_TLS")
 _environment = threading.RLock()
 _traced: list[Log] = []
+_started = False
+_forked = False
+
+
+def _after_fork() -> None:
+    global _forked
+    _forked = _started
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 @dataclass(frozen=True)
@@ -181,9 +191,15 @@ def load() -> Any:
     return _module()
 
 
-@functools.cache
 def missing() -> str:
     """Why NIXL cannot be used here; "" when it can be. Takes 0.3 s the first time; does not import torch."""
+    if _forked:
+        return "UCX was started before this process was forked, and would hang"
+    return _missing()
+
+
+@functools.cache
+def _missing() -> str:
     if not any(importlib.util.find_spec(build) for build in _BUILDS):
         return "the package nixl is not installed"
     try:
@@ -229,6 +245,8 @@ def build() -> str:
 
 def make_agent(api: Any, name: str, variables: Mapping[str, str]) -> Any:
     """NIXL's agent with its UCX backend, of the module that `load` gave. Raises one of `errors`."""
+    global _started
+    _started = True
     bindings = api.nixlBind
 
     class Config(bindings.nixlAgentConfig):  # type: ignore[misc, name-defined]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import mmap
 import os
@@ -766,6 +767,40 @@ def test_a_process_that_pulled_ends_as_it_says(source: TensorSource, place: Path
     ended = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60)
     assert ended.returncode == code, ended.stderr
     assert ended.stdout == ""
+
+
+FORKS = """
+import os, select, socket, sys, torch, mx_cli
+from mx_cli.base.address import split_address
+options = {"cache_dir": sys.argv[1], "discovery": f"dir:{sys.argv[1]}/peers"}
+handle = mx_cli.serve({"w": torch.arange(3000)}, **options)
+model = handle.identities["content"]
+def pull():
+    return int(mx_cli.pull(model, routes=["peer"], **options)["w"][-1])
+told, tell = os.pipe()
+child = os.fork()
+if child == 0:
+    found = pull()
+    handle.close()
+    os.write(tell, found.to_bytes(2, "big"))
+    os.read(0, 1)
+    os._exit(0)
+assert select.select([told], [], [], 40)[0], "the child hangs"
+assert os.read(told, 2) == (2999).to_bytes(2, "big")
+assert mx_cli.pull(model, peers=[handle.address], **options)["w"][-1] == 2999
+handle.close()
+with socket.socket() as sock:
+    print(sock.connect_ex(split_address(handle.address)))
+"""
+
+
+def test_a_forked_child_finds_its_parent_and_holds_nothing_open(place: Path) -> None:
+    """As the workers of a data loader are: with copies of the peer's sockets, and none of its threads."""
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKS, str(place)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.communicate(timeout=60)[0] == f"{errno.ECONNREFUSED}\n"
+        assert process.returncode == 0
 
 
 # --- memory, routes, sources that die -------------------------------------------------------------------------------
