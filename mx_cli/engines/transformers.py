@@ -13,8 +13,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mx_cli.base.errors import Incompatible, MissingCapability, UsageError
-from mx_cli.flows.new_model import SHOWN, Allow
+from mx_cli.base.errors import MissingCapability, UsageError
+from mx_cli.flows.new_model import Allow
+from mx_cli.flows.pull_memory import refuse
 from mx_cli.sinks.torch_tensors import torch_dtype
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -115,15 +116,11 @@ class Transformers:
                 dtype=self._dtype_or(dtype),
                 output_loading_info=True,
             )
-        missing, extra = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
-        wrong = sorted(str(row[0] if isinstance(row, tuple) else row) for row in info["mismatched_keys"])
-        faults = [f"{len(wrong)} differ ({_list(wrong)})"] if wrong else []
-        if missing and not allow.missing:
-            faults.append(f"the source lacks {len(missing)} ({_list(missing)})")
-        if extra and not allow.extra:
-            faults.append(f"the source has {len(extra)} more ({_list(extra)})")
-        if faults:
-            raise Incompatible(f"tensors do not agree: {'; '.join(faults)}")
+        refuse(
+            sorted(str(row[0] if isinstance(row, tuple) else row) for row in info["mismatched_keys"]),
+            () if allow.missing else sorted(info["missing_keys"]),
+            () if allow.extra else sorted(info["unexpected_keys"]),
+        )
         return self._finished(model.to(self._device))
 
     def _dtype_or(self, dtype: str) -> Any:
@@ -180,7 +177,3 @@ def _initialise_the_rest(model: Any) -> None:
     for tensor in model.state_dict(keep_vars=True).values():
         tensor._is_hf_initialized = True
     model.initialize_weights()
-
-
-def _list(names: list[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (f", and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

@@ -9,14 +9,13 @@ from typing import Any, Protocol
 
 from mx_cli.base.errors import UsageError
 from mx_cli.flows.parts import named_as_in, renamed
-from mx_cli.flows.pull_memory import Shape, compare_tables, table
+from mx_cli.flows.pull_memory import Shape, compare_tables, some, table
 from mx_cli.flows.pull_tensors import own_tensors
 from mx_cli.flows.targets import Layout, filled_by_twins, layout_of
 from mx_cli.model.holding import HOST, Holding, size_of
 from mx_cli.sinks.torch_tensors import Described, describe
 
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
-SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -147,8 +146,7 @@ class NewModel:
 
     def _report(self, what: str, names: Iterable[str]) -> None:
         if found := sorted(names):
-            more = f", and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-            self._say(f"{what}: {', '.join(found[:SHOWN])}{more}")
+            self._say(f"{what}: {some(found)}")
 
 
 def _first_float(holding: Holding, prefix: str) -> str:
@@ -167,4 +165,4 @@ def _refuse_meta(module: Any) -> None:
     """Raises UsageError naming tensors that still have no memory; buffers of no state dict are among them."""
     tensors = [*module.named_parameters(), *module.named_buffers()]
     if found := [name for name, tensor in tensors if tensor.is_meta]:
-        raise UsageError(f"on the device meta, without bytes: {', '.join(found[:SHOWN])}")
+        raise UsageError(f"on the device meta, without bytes: {some(found)}")

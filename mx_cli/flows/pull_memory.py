@@ -69,18 +69,23 @@ def compare_tables(
         for name in sorted(wanted.keys() & offered.keys())
         if wanted[name] != offered[name]
     ]
+    refuse(wrong, () if allow_missing else missing, () if allow_extra else extra)
+    return sorted(wanted.keys() & offered.keys())
+
+
+def refuse(wrong: Sequence[str], missing: Sequence[str], extra: Sequence[str]) -> None:
+    """Raises Incompatible naming the tensors that differ, that only the target has, and that only the source has, if any."""
     faults = []
     if wrong:
-        faults.append(f"{len(wrong)} differ ({_list(wrong)})")
-    if missing and not allow_missing:
-        faults.append(f"the peer lacks {len(missing)} ({_list(missing)})")
-    if extra and not allow_extra:
-        faults.append(f"the peer has {len(extra)} more ({_list(extra)})")
+        faults.append(f"{len(wrong)} differ ({some(wrong)})")
+    if missing:
+        faults.append(f"the source lacks {len(missing)} ({some(missing)})")
+    if extra:
+        faults.append(f"the source has {len(extra)} more ({some(extra)})")
     if faults:
         raise Incompatible(
             f"tensors do not agree: {'; '.join(faults)}", hint="allow_missing and allow_extra accept a part"
         )
-    return sorted(wanted.keys() & offered.keys())
 
 
 def table(holding: Holding) -> dict[str, Shape]:
@@ -246,5 +251,6 @@ def _say(shape: Shape) -> str:
     return f"{shape[0]}{list(shape[1])}"
 
 
-def _list(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """The first few names, and how many more there are."""
     return ", ".join(names[:SHOWN]) + (f", and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

@@ -282,17 +282,17 @@ def test_l04_another_shape_of_the_same_size(source: TensorSource, place: Path) -
 def test_l05_names_that_do_not_agree(source: TensorSource, place: Path, path: str) -> None:
     reader, expected = Reader(source, "shapes", place, path), source_shapes(source, place)
     more = {**zeroed(expected), "extra.bias": torch.full((2,), 9.0)}
-    assert "the peer lacks 1 (extra.bias)" in refused(reader, more)
+    assert "the source lacks 1 (extra.bias)" in refused(reader, more)
     reader.into(more, allow_missing=True)
     assert_same(more, {**expected, "extra.bias": torch.full((2,), 9.0)})
     less = {name: tensor for name, tensor in zeroed(expected).items() if name != "flat"}
-    assert "the peer has 1 more (flat)" in refused(reader, less)
+    assert "the source has 1 more (flat)" in refused(reader, less)
     assert reader.into(less, allow_extra=True).tensors == 2
     assert raw(less["m"]) == raw(expected["m"])
     prefixed = {f"module.{name}": tensor for name, tensor in zeroed(expected).items()}
     said = refused(reader, prefixed)
-    assert "the peer lacks 3 (module.flat, module.m, module.same)" in said
-    assert "the peer has 3 more (flat, m, same)" in said
+    assert "the source lacks 3 (module.flat, module.m, module.same)" in said
+    assert "the source has 3 more (flat, m, same)" in said
 
 
 def source_shapes(source: TensorSource, place: Path) -> dict[str, Any]:
@@ -301,7 +301,7 @@ def source_shapes(source: TensorSource, place: Path) -> dict[str, Any]:
 
 def test_l05_names_are_listed_up_to_a_number(source: TensorSource, place: Path) -> None:
     said = refused(Reader(source, "named:20000", place), {"other": torch.ones(1)})
-    assert "the peer has 20000 more (layer.0, layer.1, layer.10, layer.100, layer.1000, and 19995 more)" in said
+    assert "the source has 20000 more (layer.0, layer.1, layer.10, layer.100, layer.1000, and 19995 more)" in said
     assert len(said) < 500
 
 
