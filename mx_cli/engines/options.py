@@ -56,21 +56,21 @@ class Options:
         )
 
 
-_OWN = {one.name: one for one in dataclasses.fields(Options) if one.name != "settings"}
+KEYS = {one.name: one for one in dataclasses.fields(Options) if one.name != "settings"}
 
 
 def options_of(given: Any) -> Options:
     """The options that a mapping of keys holds. Raises UsageError for a key or a value that means nothing."""
     if not isinstance(given, Mapping):
         raise UsageError(f"the loader's extra configuration is no mapping ({type(given).__name__})")
-    known = {*_OWN, *FIELDS} - SECRET
+    known = {*KEYS, *FIELDS} - SECRET
     if unknown := sorted(str(key) for key in given if key not in known):
         raise UsageError(
             f"unknown keys in the loader's extra configuration: {', '.join(unknown)}",
-            hint=f"known are {', '.join(_OWN)}, and the settings that mx config lists",
+            hint=f"known are {', '.join(KEYS)}, and the settings that mx config lists",
         )
-    own = {key: _read(key, value) for key, value in given.items() if key in _OWN}
-    settings = {key: value for key, value in given.items() if key not in _OWN}
+    own = {key: _read(key, value) for key, value in given.items() if key in KEYS}
+    settings = {key: value for key, value in given.items() if key not in KEYS}
     options = Options(**own, settings=settings)
     _check(options)
     return options
@@ -83,7 +83,7 @@ def _read(key: str, value: Any) -> Any:
         return _of_type(key, value, int)
     if key in ("routes", "peers", "require"):
         return _words(key, value)
-    if value is None and _OWN[key].default is None:
+    if value is None and KEYS[key].default is None:
         return None
     return _of_type(key, value, str)
 

@@ -6,6 +6,7 @@ A prompt `node-b$` is another host's: a cache of its own. `mx serve` goes on in 
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 import shlex
@@ -273,9 +274,10 @@ def test_the_python_programs_run(tmp_path: Path) -> None:
 # --- manifests and command lines ---------------------------------------------------------------------------------
 
 
-def manifests() -> dict[str, dict[str, Any]]:
-    """{kind: manifest} of all YAML blocks."""
-    found = re.findall(r"^```yaml\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
+def manifests(section: str = "Kubernetes") -> dict[str, dict[str, Any]]:
+    """{kind: manifest} of the YAML blocks of a section."""
+    _, _, text = README.read_text().partition(f"\n## {section}\n")
+    found = re.findall(r"^```yaml\n(.*?)^```$", text.partition("\n## ")[0], re.MULTILINE | re.DOTALL)
     return {one["kind"]: one for text in found for one in yaml.safe_load_all(text)}
 
 
@@ -333,13 +335,55 @@ def test_manifests_mount_what_the_command_lines_name() -> None:
             assert set(mounts) == set(volumes)
 
 
+def test_an_engines_manifest_agrees_with_itself_and_with_the_loaders_keys() -> None:
+    from mx_cli.engines.options import options_of
+
+    service, replicas = manifests("Engines")["Service"], manifests("Engines")["StatefulSet"]
+    pod = replicas["spec"]["template"]
+    labels = pod["metadata"]["labels"]
+    assert service["spec"]["selector"] == labels == replicas["spec"]["selector"]["matchLabels"]
+    assert service["metadata"]["name"] == replicas["spec"]["serviceName"]
+    [engine], [config] = pod["spec"]["containers"], pod["spec"]["initContainers"]
+    extra = option(engine, "--model-loader-extra-config").replace("$(POD_IP)", "10.0.0.7")
+    options = options_of(json.loads(extra))
+    ranks = next(
+        int(word.partition("=")[2]) for word in engine["command"] if word.startswith("--tensor-parallel-size=")
+    )
+    ports = [int(options.of_rank(rank).listen.rpartition(":")[2]) for rank in range(ranks)]
+    assert [one["port"] for one in service["spec"]["ports"]] == ports
+    assert set(ports) < {one["containerPort"] for one in engine["ports"]}
+    assert engine["resources"]["limits"]["nvidia.com/gpu"] == ranks
+    for rank, port in enumerate(ports):
+        mine = options.of_rank(rank)
+        assert mine.advertise == f"10.0.0.7:{port}"
+        assert mine.settings["discovery"] == f"dns:{service['metadata']['name']}:{port}"
+    mounts = {mount["name"]: mount["mountPath"] for mount in engine["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+    made = re.search(r"kubectl create secret generic (\S+) --from-file=(\S+)=", README.read_text())
+    assert made
+    assert volumes["secret"]["secret"]["secretName"] == made[1]
+    assert options.settings["peer_token_file"] == f"{mounts['secret']}/{made[2]}"
+    assert options.uri == config["command"][2]
+    assert engine["command"][2] == option(config, "--link")
+
+
+def test_the_keys_and_routes_of_engines_are_those_of_the_text() -> None:
+    from mx_cli.engines.options import KEYS, ROUTES
+
+    _, _, text = README.read_text().partition("\n## Engines\n")
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", text.partition("\n## ")[0], re.MULTILINE)
+    named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(named) == sorted([*ROUTES, *KEYS])
+
+
 def command_lines() -> list[list[str]]:
     """Every command line of mx in the README: of transcripts, of shell blocks and of manifests."""
     text = README.read_text()
     found = [block.command for block in blocks(text)]
     for block in re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         found += block.splitlines()
-    lines = [container["command"] for one in manifests().values() for _, container in containers(one)]
+    shown = [*manifests().values(), *manifests("Engines").values()]
+    lines = [container["command"] for one in shown if one["kind"] != "Service" for _, container in containers(one)]
     for line in found:
         lines += [shlex.split(words) for words in re.findall(r"(?:^|\$\(|&& )(mx [^&|;)#]*)", line)]
     return lines
