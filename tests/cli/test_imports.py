@@ -15,6 +15,7 @@ from tests.support import Mx, capability, clean_env, make_checkpoint, tree
 
 HEAVY = [
     "torch",
+    "transformers",
     "nixl",
     "rich",
     "fsspec",
