@@ -40,8 +40,11 @@ class Options:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def of_rank(self, offset: int) -> Options:
-        """The same for one of several ranks: port P of an address means P + `offset` for it. Port 0 stays."""
-        if not offset:
+        """The same for one of several ranks: port P of an address means P + `offset` for it. Port 0 stays.
+
+        At the stage checkpoint all stay: one rank of each host speaks for it.
+        """
+        if not offset or self.stage == "checkpoint":
             return self
         settings = dict(self.settings)
         if settings.get("discovery"):

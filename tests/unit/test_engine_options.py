@@ -93,6 +93,11 @@ def test_free_ports_and_shared_directories_are_the_same_for_all_ranks() -> None:
     assert (rank.listen, rank.advertise, rank.settings) == ("127.0.0.1:0", "10.0.0.1", {"discovery": "dir:/mnt/peers"})
 
 
+def test_files_are_served_once_a_host_at_one_port() -> None:
+    options = options_of({"stage": "checkpoint", "listen": "0.0.0.0:7600", "discovery": "dns:replicas:7600"})
+    assert options.of_rank(3) == options
+
+
 def test_there_may_be_no_port_left() -> None:
     with pytest.raises(UsageError, match="no port is left for rank 8"):
         options_of({"listen": "0.0.0.0:65530"}).of_rank(8)
