@@ -3,8 +3,8 @@
     vllm_engine.py make DIRECTORY SEED      a small checkpoint with a tokenizer, made on the spot
     vllm_engine.py run MODEL OPTIONS        an engine; OPTIONS is JSON for vllm.LLM
 
-`run` prints `TOKENS [[…], …]` (greedy, of two prompts), and then obeys one word a line from stdin: `sleep`, `wake`,
-`tokens`; each is answered by a line. It ends with its stdin.
+`run` prints `TOKENS [[…], …]` (greedy, of two prompts), and then obeys one word a line from stdin: `sleep`, `wake`, `reload`;
+each is answered by a line. It ends with its stdin.
 """
 
 from __future__ import annotations
@@ -61,19 +61,16 @@ def run(model: str, options: dict[str, Any]) -> None:
     )
     greedy = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
 
-    def tokens() -> list[list[int]]:
-        return [list(one.outputs[0].token_ids) for one in engine.generate(PROMPTS, greedy, use_tqdm=False)]
-
-    print("TOKENS", json.dumps(tokens()), flush=True)
+    tokens = [list(one.outputs[0].token_ids) for one in engine.generate(PROMPTS, greedy, use_tqdm=False)]
+    print("TOKENS", json.dumps(tokens), flush=True)
     for line in sys.stdin:
         word = line.strip()
         if word == "sleep":
             engine.sleep(level=1)
         elif word == "wake":
             engine.wake_up()
-        elif word == "tokens":
-            print("TOKENS", json.dumps(tokens()), flush=True)
-            continue
+        elif word == "reload":
+            engine.collective_rpc("reload_weights")
         print("DONE", word, flush=True)
 
 
