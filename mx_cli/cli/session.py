@@ -58,6 +58,7 @@ class Session:
         self._warnings = 0
         self.grace = GRACE
         self._answered = ""
+        self._documented = False
         self._ending = threading.RLock()
         self.failed_document: Mapping[str, Any] = {}
 
@@ -142,6 +143,7 @@ class Session:
         """The result: `document` with --json, else `text` (nothing when empty). `final` also goes to the termination log."""
         self.conclude(final or text)
         out = _json(document) if self.as_json else text
+        self._documented = self.as_json
         if out:
             try:
                 sys.stdout.write(out + "\n")
@@ -196,7 +198,8 @@ class Session:
             import traceback
 
             traceback.print_exception(bug or error, file=_Redacting())
-        if self.as_json:
+        # A peer that is told to stop has said already what a script waits for.
+        if self.as_json and not self._documented:
             document = {"schema": 1, **self.failed_document, "error": error.to_json()}
             with contextlib.suppress(OSError):
                 sys.stdout.write(_json(document) + "\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import secrets
 import socket
@@ -235,8 +236,14 @@ class Serving:
         host, port = listener.getsockname()[:2]
         if self._offer.advertise:
             given, fixed = split_address(self._offer.advertise, port)
+            if given in ("0.0.0.0", "::"):
+                raise UsageError(
+                    f"--advertise {self._offer.advertise}: nobody can connect to that",
+                    hint="name one address of this host, or leave it out",
+                )
             return join_address(given, fixed or port)
         if host not in ("0.0.0.0", "::"):
+            self._doubt(host)
             return join_address(host, port)
         try:
             found = reachable()
@@ -254,6 +261,19 @@ class Serving:
             f"advertised: {best.address} on {best.name}" + (f"; not {others} (--advertise chooses)" if others else "")
         )
         return join_address(best.address, port)
+
+    def _doubt(self, host: str) -> None:
+        """Of an address that was asked for, and that others cannot use: UsageError, or a warning."""
+        listen, address = self._offer.listen, ipaddress.ip_address(host.partition("%")[0])
+        if address.version == 6 and address.is_link_local:
+            raise UsageError(
+                f"--listen {listen}: a link-local address means nothing on other hosts",
+                hint="--advertise HOST:PORT names one that they can reach",
+            )
+        if address.is_loopback and not trust.is_loopback(listen):
+            self._context.warn(
+                f"--listen {listen} is {host} here, which other hosts cannot reach (--listen 0.0.0.0:PORT is all addresses)"
+            )
 
 
 def _stage_and_rank(holding: Holding) -> tuple[str, str]:

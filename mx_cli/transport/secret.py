@@ -35,10 +35,15 @@ def read_secrets(path: Path) -> list[bytes]:
     """The secrets of a file, one a line: the first is offered, all are accepted, so they can be rotated.
 
     White space around a line and empty lines mean nothing; symlinks (a mounted Secret) are followed. Reads the file at
-    each call. Raises UsageError, which never shows a secret, for an unreadable file, a short secret, or none at all.
+    each call. Raises UsageError, which never shows a secret, for an unreadable file, a pipe, a short secret, or none at all.
     """
     hint = f"make one: head -c 32 /dev/urandom | base64 > {path}"
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise UsageError(
+                f"cannot read the file of peer secrets {path}: not a regular file",
+                hint="it is read at each handshake, and a pipe can be read only once: give a file",
+            )
         with path.open("rb") as file:
             data = file.read(_LARGEST_FILE + 1)
     except OSError as error:

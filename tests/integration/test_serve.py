@@ -121,6 +121,32 @@ def test_v02_an_address_without_a_port_has_the_listeners(port: str, hosts: Hosts
     assert [row["address"] for row in hosts.records()] == [held.address]
 
 
+@pytest.mark.parametrize("given", ["0.0.0.0", "0.0.0.0:7400", "[::]:7400"])
+def test_v02_no_wildcard_is_advertised(given: str, hosts: Hosts, model: Path) -> None:
+    assert (
+        f"--advertise {given}: nobody can connect to that" in hosts("serve", model, "--advertise", given).exits(2).err
+    )
+
+
+@capability("mount")
+def test_v02_a_name_of_this_host_alone_is_said(hosts: Hosts, model: Path, token: Path, tmp_path: Path) -> None:
+    """As distributions write it into /etc/hosts."""
+    names = tmp_path / "names"
+    names.write_text("127.0.0.1 localhost\n127.0.1.1 node-a\n")
+    prefix = ("unshare", "--mount", "sh", "-c", f'mount --bind {names} /etc/hosts && exec "$@"', "sh")
+    served = hosts.serve(model, "--listen", "node-a:0", "--peer-token-file", token, prefix=prefix)
+    assert served.address.startswith("127.0.1.1:")
+    served.running.wait_err("warning: --listen node-a:0 is 127.0.1.1 here, which other hosts cannot reach")
+
+
+@capability("netns")
+def test_v02_a_link_local_address_is_refused(hosts: Hosts, model: Path, token: Path) -> None:
+    inside = 'ip link set lo up && ip addr add fe80::7/64 dev lo nodad && exec "$@"'
+    command = ("serve", model, "--listen", "[fe80::7%lo]:0", "--peer-token-file", token)
+    refused = hosts(*command, prefix=("unshare", "--net", "sh", "-c", inside, "sh")).exits(2)
+    assert "a link-local address means nothing on other hosts" in refused.err
+
+
 def test_v02_others_only_with_a_secret(hosts: Hosts, model: Path, token: Path) -> None:
     bare = hosts("serve", model, "--listen", "0.0.0.0:0").exits(2)
     assert "head -c 32 /dev/urandom | base64 > FILE; --peer-token-file FILE" in bare.err
@@ -245,6 +271,18 @@ def test_v08_stopped_when_idle(hosts: Hosts, model: Path, tmp_path: Path) -> Non
     assert not hosts.records()
     assert not file.exists()
     assert hosts("peers", "--json").ok().json()["peers"] == []
+
+
+def test_x02_one_document_for_a_life(hosts: Hosts, model: Path, tmp_path: Path) -> None:
+    """What a script waits for is on stdout when it is ready; that it was stopped is an exit code."""
+    served = hosts.serve(model, "--json")
+    pulled = hosts.then_served(
+        hosts.start("pull", served.content, "--to", tmp_path / "out", "--then-serve", "--json", host="b")
+    )
+    for result in (served.stop(), pulled.stop()):
+        assert result.code == 143
+        assert "error" not in json.loads(result.out)
+        assert result.err.endswith("mx: error: stopped by SIGTERM\n")
 
 
 def test_v08_readers_finish_first(hosts: Hosts, large: Path, tmp_path: Path) -> None:

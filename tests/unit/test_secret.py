@@ -57,8 +57,10 @@ def test_what_is_no_secret_is_refused_with_the_line_that_makes_one(tmp_path: Pat
     assert len(secret.read_secrets(path)) == 1
 
 
-@pytest.mark.parametrize("name", ["missing", "."])
+@pytest.mark.parametrize("name", ["missing", ".", "pipe"])
 def test_a_file_that_cannot_be_read(tmp_path: Path, name: str) -> None:
+    """A pipe, of a shell's <(…) for instance, is empty when it is read again."""
+    os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UsageError, match="cannot read"):
         secret.read_secrets(tmp_path / name)
 
