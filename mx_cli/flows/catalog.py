@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from mx_cli.engine.many import Bell, Member
 from mx_cli.engine.ports import ReadItem
 from mx_cli.engine.retry import patiently
 from mx_cli.engine.threads import Lifted, Throttle
+from mx_cli.engine.together import side_by_side
 from mx_cli.flows.context import Context
 from mx_cli.flows.cuts import config_of
 from mx_cli.flows.hash import is_local
@@ -69,13 +69,14 @@ def catalog(model: str, revision: str | None, context: Context) -> tuple[Catalog
         else:
             directory = None
         listing = origin.listing(revision or origin.revision or None, context.stop)
-        return _read(listing, origin, directory, context), origin
+        return catalog_of(listing, origin, directory, context), origin
     except BaseException:
         origin.close()
         raise
 
 
-def _read(listing: Listing, origin: OpenOrigin, directory: Path | None, context: Context) -> Catalog:
+def catalog_of(listing: Listing, origin: OpenOrigin, directory: Path | None, context: Context) -> Catalog:
+    """The catalog of a listing, from the headers of its files. Blocks; raises as `catalog` does."""
     entries = {entry.path: entry for entry in listing.files}
     wanted = wanted_of(listing, Request(listing.uri), lambda path, _: origin.read(entries[path], READ_LIMIT))
     weights = sorted(wanted.prefixes)
@@ -83,10 +84,8 @@ def _read(listing: Listing, origin: OpenOrigin, directory: Path | None, context:
         raise UsageError(
             f"{other[0]} is not safetensors: its tensors cannot be read one by one", hint="mx prefetch brings the files"
         )
-    with ThreadPoolExecutor(HEADERS_AT_ONCE) as pool:
-        headers = dict(
-            zip(weights, pool.map(lambda path: _header(entries[path], origin, context), weights), strict=True)
-        )
+    read = side_by_side(lambda path: _header(entries[path], origin, context), weights, HEADERS_AT_ONCE, context.stop)
+    headers = dict(zip(weights, read, strict=True))
     for index in wanted.indexes:
         check_homes(index, [(shard, [t.name for t in headers[shard].tensors]) for shard in index.shards])
     beside = tuple(sorted(wanted.files - wanted.weights - {index.name for index in wanted.indexes}))

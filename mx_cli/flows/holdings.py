@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from mx_cli.base.errors import IntegrityError
 from mx_cli.base.oserrors import explain
 from mx_cli.engine.run import cores
+from mx_cli.engine.together import side_by_side
 from mx_cli.flows.context import Context
 from mx_cli.flows.hash_anything import snapshot_manifest
 from mx_cli.flows.identify import identity_records
@@ -83,8 +83,7 @@ def _read_plain(path: Path, directory: Path, context: Context) -> Manifest:
     finally:
         origin.close()
     entries = [entry for entry in listing.files if entry.path in wanted.files]
-    with ThreadPoolExecutor(cores()) as pool:
-        found = list(pool.map(lambda entry: _inspect(directory, entry, wanted, context), entries))
+    found = side_by_side(lambda entry: _inspect(directory, entry, wanted, context), entries, cores(), context.stop)
     rows = {record.path: table for record, table in found if table is not None}
     return _manifest_of(listing, wanted, [record for record, _ in found], rows, directory)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from mx_cli.base import units
@@ -19,11 +20,13 @@ from mx_cli.base.errors import (
     MissingCapability,
     MxError,
     NoPeer,
+    TransportFailed,
     UsageError,
 )
 from mx_cli.discovery.registry import open_directory
 from mx_cli.discovery.static import only_address
 from mx_cli.engine.many import Bell, Member
+from mx_cli.engine.together import side_by_side
 from mx_cli.flows import trust
 from mx_cli.flows.context import Context
 from mx_cli.flows.data_path import Wish, open_path
@@ -60,6 +63,8 @@ class Peering:
             settings.discovery, context.cache().root, settings.record_beat, settings.connect_timeout
         )
         self._sessions: dict[str, Session] = {}
+        self._changing = threading.Lock()
+        self._closed = False
         self._lacking: MissingCapability | None = None
         self._compared = True
         self.refusals = Refusals()
@@ -93,14 +98,19 @@ class Peering:
 
     def close(self, serving: str = "", verified: int = 0) -> None:
         """Give grants back and hang up. `serving`: where this process offers the `verified` bytes itself now. Idempotent."""
+        if isinstance(sys.exception(), KeyboardInterrupt):
+            # Who pressed Ctrl-C in Python waits for no farewell of a peer that is silent.
+            self._interrupt()
         self._hooks.close()
         try:
             if self.group:
                 self.group.leave(serving, verified)
         finally:
-            for session in self._sessions.values():
-                session.close()
-            self._sessions.clear()
+            with self._changing:
+                self._closed = True
+                for session in self._sessions.values():
+                    session.close()
+                self._sessions.clear()
 
     # -- looking -------------------------------------------------------------------------------------------------
 
@@ -135,10 +145,7 @@ class Peering:
 
     def _dial_all(self, records: Iterable[Record]) -> list[Peer]:
         todo = {record.address: record for record in records}
-        if not todo:
-            return []
-        with ThreadPoolExecutor(min(DIALS, len(todo))) as pool:
-            answers = list(pool.map(self._dial, todo.values()))
+        answers = side_by_side(self._dial, list(todo.values()), DIALS, self._context.stop)
         return [peer for peer in answers if peer is not None]
 
     def _dial(self, record: Record) -> Peer | None:
@@ -165,7 +172,11 @@ class Peering:
             secrets = trust.offered(self._context, address)
             timeout = settings.connect_timeout if self._wish.peers else DIAL_TIMEOUT
             session = dial(address, secrets, timeout, settings.peer_stall_timeout)
-            self._sessions[address] = session
+            with self._changing:
+                if self._closed:
+                    session.close()
+                    raise TransportFailed(f"{address}: given up")
+                self._sessions[address] = session
         return session
 
     def _compare(self, record: Record, session: Session, facts: Mapping[str, Any]) -> Peer | None:

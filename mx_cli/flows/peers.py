@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from mx_cli.base.errors import MxError, UsageError
 from mx_cli.discovery.registry import open_directory
+from mx_cli.engine.together import side_by_side
 from mx_cli.flows.context import Context
 from mx_cli.flows.hash import CHECKPOINT
 from mx_cli.flows.hash_anything import hash_anything
@@ -67,8 +67,7 @@ def find_peers(context: Context, wanted: str | None, *, probe: bool = False) -> 
     ids, origin = _wanted(context, wanted) if wanted is not None else ({}, None)
     found = [Peer(sighting) for sighting in directory.sightings(context.stop)]
     if probe and found:
-        with ThreadPoolExecutor(min(PROBES, len(found))) as threads:
-            found = list(threads.map(lambda peer: _ask(context, peer), found))
+        found = side_by_side(lambda peer: _ask(context, peer), found, PROBES, context.stop)
     peers = [_compare(peer, ids, origin) for peer in found]
     peers.sort(key=lambda peer: (not peer.matches, peer.sighting.stale, peer.record.name))
     return Peers(str(directory), tuple(ids.values()), tuple(peers), directory.reason())

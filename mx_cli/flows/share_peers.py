@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from mx_cli.base.errors import Incompatible, MxError
 from mx_cli.engine.many import Bell, Member
+from mx_cli.engine.together import side_by_side
 from mx_cli.flows.group import Group, Peer, holding_of
 from mx_cli.flows.peering import LOOK_EVERY, Peering
 from mx_cli.flows.pull_memory import Shape, place_of, table
@@ -48,8 +48,8 @@ class SharePeering(Peering):
         by_digest: dict[str, list[Peer]] = {}
         for peer in peers:
             by_digest.setdefault(str(peer.facts.get("manifest")), []).append(peer)
-        with ThreadPoolExecutor(max(1, len(by_digest))) as pool:
-            found = pool.map(self._first_that_answers, [peers for _, peers in sorted(by_digest.items())])
+        rows = [peers for _, peers in sorted(by_digest.items())]
+        found = side_by_side(self._first_that_answers, rows, len(rows), self._context.stop)
         return [group for group in found if group]
 
     def _first_that_answers(self, peers: list[Peer]) -> Group | None:

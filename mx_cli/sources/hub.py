@@ -12,10 +12,11 @@ from urllib.parse import quote, urljoin, urlsplit
 from mx_cli.base import redact
 from mx_cli.base.cancel import Stop
 from mx_cli.base.errors import AccessDenied, IntegrityError, MxError, NotFound, UsageError
+from mx_cli.engine.together import side_by_side
 from mx_cli.model.manifest import Entry, Listing
 from mx_cli.sources.answers import Target, refusal, refuse_html
 from mx_cli.sources.hub_token import find_token
-from mx_cli.sources.origin import Context, WebOrigin, no_versions, one_revision, side_by_side
+from mx_cli.sources.origin import SMALL_WORKERS, Context, WebOrigin, no_versions, one_revision
 from mx_cli.sources.uri import Uri
 from mx_cli.sources.web import Reply
 from mx_cli.sources.wire import Head, number
@@ -43,7 +44,7 @@ class Hub(WebOrigin):
         if not files:
             where = f" in {self._uri.path}" if self._uri.path else ""
             raise NotFound(f"{self._uri.shown}: no files{where} (looked at commit {sha})")
-        files = side_by_side(lambda entry: self._sized(entry, sha), files)
+        files = side_by_side(lambda entry: self._sized(entry, sha), files, SMALL_WORKERS, self._context.stop)
         return Listing(self.uri, sha, tuple(sorted(files, key=_order)), "" if wanted == sha else wanted)
 
     # -- which commit ----------------------------------------------------------------------------------------------

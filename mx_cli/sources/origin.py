@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
 from urllib.parse import urlsplit
 
 from mx_cli.base.cancel import Stop
@@ -21,9 +20,6 @@ from mx_cli.sources.web import Web
 
 SMALL_WORKERS = 16
 _CHUNK = 256 << 10
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -152,13 +148,3 @@ def no_versions(context: Context, shown: str) -> None:
     """UsageError when a version id was given for an origin that has none."""
     if context.version_id:
         raise UsageError(f"{shown}: --version-id is for single objects in s3:// and gs://")
-
-
-def side_by_side(call: Callable[[T], R], things: list[T]) -> list[R]:
-    """`call` for each, several at a time, results in order; the first error is raised after the others have ended."""
-    if len(things) < 2:
-        return [call(thing) for thing in things]
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(min(SMALL_WORKERS, len(things)), thread_name_prefix="ask") as pool:
-        return list(pool.map(call, things))

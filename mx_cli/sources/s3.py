@@ -10,9 +10,10 @@ from typing import TypeVar
 from mx_cli.base.cancel import Stop
 from mx_cli.base.errors import AccessDenied, IntegrityError
 from mx_cli.engine.ports import ReadItem, Stream
+from mx_cli.engine.together import side_by_side
 from mx_cli.model.manifest import Entry
 from mx_cli.sources.answers import Target, bare_tag, size_of
-from mx_cli.sources.origin import Context, side_by_side
+from mx_cli.sources.origin import SMALL_WORKERS, Context
 from mx_cli.sources.s3_answers import Asked, Found, Page, entry, parse_page, stored_digests
 from mx_cli.sources.s3_keys import Credentials, Expired, WrongRegion, signing
 from mx_cli.sources.sigv4 import Signer, encode_key, encode_query
@@ -81,7 +82,7 @@ class S3(Store):
         # Keys with a slash at the end stand for folders that somebody made by hand.
         wanted = [found for found in objects if found.key.startswith(prefix) and not found.key.endswith("/")]
         asked = [found for found in wanted if found.announced and found.size >= _CHECKSUM_FROM]
-        stored = dict(zip(asked, side_by_side(self._stored, asked), strict=True))
+        stored = dict(zip(asked, side_by_side(self._stored, asked, SMALL_WORKERS, self._context.stop), strict=True))
         entries = [self._listed(found, prefix, stored.get(found)) for found in wanted]
         return tuple(sorted(entries, key=lambda item: item.path.encode("utf-8", "surrogatepass")))
 
