@@ -6,6 +6,7 @@ Engines take half a minute and more to start, so the tests share them: each goes
 from __future__ import annotations
 
 import json
+import socket
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -133,6 +134,11 @@ def test_an_engine_that_dies_while_it_is_read_is_left_for_the_cache(
     engine.kill()
 
 
+def answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 def test_a_stock_engine_is_started_by_mx_pull(engines: Engines, wanted: str, tokens: Any) -> None:
     """vLLM's server as it is, with files that a peer gave. (The command `vllm` of the wheel for a CPU does not start.)"""
     peer = engines.start([MX, "serve", wanted], "a")
@@ -145,6 +151,7 @@ def test_a_stock_engine_is_started_by_mx_pull(engines: Engines, wanted: str, tok
     running = engines.start([MX, "pull", wanted, "--peer", address, "--", *serve, "--served-model-name", "m"], "d")
     running.wait_err(r"route peer taken", 60)
     running.wait_err(r"Application startup complete", START)
+    eventually(lambda: answers(int(port)))
     ask = {"model": "m", "prompt": ["hello", "weights"], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions",
