@@ -104,8 +104,11 @@ class NoSpace(MxError):
 
 
 class IntegrityError(MxError):
+    """`unknown`: of a format that mx does not know, which alone does not make a file wrong."""
+
     code, name = 16, "integrity"
     meaning = "integrity: size, digest or format wrong, after one retry inside; `cache verify` found damage"
+    unknown = False
 
 
 class OriginChanged(IntegrityError):

@@ -30,9 +30,9 @@ class Verdict:
 class Inspection:
     """The consumer of one file.
 
-    A payload that is plainly something else (an HTML page, a git-lfs pointer) is refused always. A file whose format is
-    wrong in another way is refused unless its bytes are proven to be the origin's, by a digest of the origin's: then the
-    origin holds it so, and mx says that.
+    A payload that is plainly something else (an HTML page, a git-lfs pointer) is refused always, and so are weights that
+    are empty or cut. A file that mx cannot read otherwise is refused unless its bytes are proven to be the origin's, by a
+    digest of the origin's: then the origin holds it so, and mx says that.
     """
 
     def __init__(self, entry: Entry, *, is_weight: bool) -> None:
@@ -86,7 +86,8 @@ class Inspection:
                 json_strict.parse(bytes(self._json), self._entry.path, error=IntegrityError)
         except IntegrityError as error:
             is_plainly_else = header.sniff(bytes(self._head)) is not None or (size > 0 and not any(self._head))
-            if is_plainly_else or not self._proven(fd):
+            is_broken = self._is_weight and not error.unknown
+            if is_plainly_else or is_broken or not self._proven(fd):
                 raise
             return Verdict(self._whole.value, self._matched(), None, f"{error.what}; the origin holds it so")
         return Verdict(self._whole.value, self._matched(), rows)

@@ -34,7 +34,9 @@ BITS = {
 _SPACES = " \t\n\r"
 _SPACE = re.compile(r"[ \t\n\r]*")
 _LFS = re.compile(rb"version https://git-lfs\.github\.com/spec/v\d+\s+oid \S+\s+size (\d+)")
-_LFS_START = b"version https://git-lfs"
+# The last two are what git-lfs was called before.
+_LFS_STARTS = (b"version https://git-lfs", b"version https://hawser", b"version http://git-media")
+_OTHER_POINTERS = {b"# xet version": "Xet pointer", b"/annex/objects/": "git-annex pointer"}
 _JSON_ERROR = re.compile(rb'\{\s*"(error|errors|message|detail)"\s*:')
 _JSON_TEXT = rb':[ ]*"([^"]{1,80})'
 _TITLE = rb"<title>([^<]{1,80})"
@@ -71,16 +73,28 @@ def sniff(first: bytes) -> str | None:
     pointer = _LFS.match(first)
     if pointer:
         return f"git-lfs pointer, not weights (real size {units.size(int(pointer[1][:18]))})"
-    text = first[:SNIFF_BYTES].removeprefix(b"\xef\xbb\xbf").lstrip().lower()
-    if text.startswith(_LFS_START):
-        return "git-lfs pointer, not weights"
-    if text.startswith((b"<!doctype html", b"<html", b"<head")):
+    if pointer_kind := _pointer(first):
+        return f"{pointer_kind}, not weights"
+    text = _text(first)
+    if text.startswith((b"<!doctype html", b"<html", b"<head")) or (text.startswith(b"<?xml") and b"<html" in text):
         return f"an HTML page{_named(_TITLE, first)}"
     if text.startswith((b"<?xml", b"<error>")) and b"<error>" in text:
         return f"an XML error document of an object store{_named(_CODE, first)}"
     if _JSON_ERROR.match(text):
         return f"a JSON error document{_named(_JSON_TEXT, first)}"
     return None
+
+
+def _text(first: bytes) -> bytes:
+    return first[:SNIFF_BYTES].removeprefix(b"\xef\xbb\xbf").lstrip().lower()
+
+
+def _pointer(first: bytes) -> str | None:
+    """What kind of pointer a payload is: the name of another file, which the tool that made it was not asked for."""
+    text = _text(first)
+    if text.startswith(_LFS_STARTS):
+        return "git-lfs pointer"
+    return next((kind for start, kind in _OTHER_POINTERS.items() if text.startswith(start)), None)
 
 
 def check_payload(name: str, first: bytes, size: int) -> None:
@@ -94,8 +108,7 @@ def check_payload(name: str, first: bytes, size: int) -> None:
         header_length(first, size, name)
         return
     found = sniff(first)
-    is_pointer = first.lstrip()[: len(_LFS_START)].lower() == _LFS_START
-    if found and (is_pointer or not lowered.endswith(_TEXT_FILES)):
+    if found and (_pointer(first) or not lowered.endswith(_TEXT_FILES)):
         raise _refusal(name, found)
     if found and lowered.endswith(".json") and not found.startswith("a JSON"):
         raise _refusal(name, found)
@@ -106,7 +119,9 @@ def check_payload(name: str, first: bytes, size: int) -> None:
     if zeros and torch_file:
         raise _refusal(name, zeros)
     if lowered.endswith(".gguf") and first[:4] != b"GGUF":
-        raise _refusal(name, zeros or f"starts with {first[:4]!r}, expected b'GGUF'")
+        if zeros:
+            raise _refusal(name, zeros)
+        raise _unknown(name, f"starts with {first[:4]!r}, expected b'GGUF'")
 
 
 def header_length(first: bytes, file_size: int, name: str) -> int:
@@ -119,7 +134,9 @@ def header_length(first: bytes, file_size: int, name: str) -> int:
     if zeros := _zeros(first):
         raise _refusal(name, zeros)
     if length > MAX_HEADER:
-        raise _refusal(name, _impostor(first) or f"header of {length} bytes, expected at most {MAX_HEADER}")
+        if impostor := _impostor(first):
+            raise _refusal(name, impostor)
+        raise _unknown(name, f"header of {length} bytes, expected at most {MAX_HEADER}")
     if length < 2:
         raise _refusal(name, f"header of {length} bytes, expected at least 2")
     if 8 + length > file_size:
@@ -224,7 +241,7 @@ class _Reader:
     def _check_size(self, key: str, dtype: str, shape: list[int], size: int) -> None:
         bits = BITS.get(dtype)
         if bits is None:
-            raise _refusal(self.name, f"tensor {_shown(key)}: unknown dtype {_shown(dtype)}")
+            raise _unknown(self.name, f"tensor {_shown(key)}: unknown dtype {_shown(dtype)}")
         count = 0 if 0 in shape else 1
         for dim in shape:
             count *= dim
@@ -330,6 +347,13 @@ def _named(pattern: bytes, first: bytes) -> str:
 def _shown(value: Any) -> str:
     text = ascii(value) if not isinstance(value, str) or not value.isprintable() else repr(value)
     return text if len(text) <= 100 else text[:97] + "..."
+
+
+def _unknown(name: str, cause: str) -> IntegrityError:
+    """The refusal of what shows no damage: it may be newer than this mx, or of somebody's own."""
+    error = _refusal(name, cause)
+    error.unknown = True
+    return error
 
 
 def _refusal(name: str, cause: str) -> IntegrityError:

@@ -30,7 +30,7 @@ from fnmatch import fnmatchcase
 
 from mx_cli.base.errors import NotFound
 from mx_cli.model.paths import check_paths, collisions
-from mx_cli.model.shard_index import Index, check_complete, is_index, read_index
+from mx_cli.model.shard_index import Index, check_complete, check_numbered, is_index, read_index
 
 __all__ = [
     "RULES_VERSION", "Index", "Selection", "check_paths", "collisions", "index_files", "read_index", "select",
@@ -90,9 +90,9 @@ def select(
 ) -> Selection:
     """Choose from (path, size). `indexes`: those of index_files, read by read_index.
 
-    Raises IntegrityError for names that can't be files and for missing shards of the index that decides, NotFound when
-    nothing is left. Patterns are shell patterns on the whole relative path where `*` also matches `/`; one without a
-    `/` also matches a file's own name, one that ends with `/` everything below.
+    Raises IntegrityError for names that can't be files and for shards that are missing, by the index that decides or by
+    the names of the others; NotFound when nothing is left. Patterns are shell patterns on the whole relative path where
+    `*` also matches `/`; one without a `/` also matches a file's own name, one that ends with `/` everything below.
     """
     sizes = dict(listing)
     check_paths(path for path, _ in listing)
@@ -113,6 +113,8 @@ def select(
     used = tuple(found.index for found in decided if found.index)
     for index in used:
         check_complete(index, sizes)
+    if not include:
+        check_numbered([path for found in decided if not found.index for path in found.files], sizes)
     left_out = tuple((path, sizes[path], reasons[path]) for path in sorted(reasons))
     weights = sorted((path, found.prefix) for found in decided for path in found.files)
     saved = sum(size for _, size, _ in left_out)

@@ -10,6 +10,7 @@ from mx_cli.base.errors import IntegrityError
 from mx_cli.model import json_strict, paths
 
 _NAME = re.compile(r"\.(safetensors|bin|pth|pt)\.index(\.[\w-]+)?\.json$")
+_NUMBERED = re.compile(r"(.*-)(\d{2,6})-of-(\d{2,6})(\.\w+)")
 _ENCODED = re.compile(r"%(2f|2e|5c|00|25)", re.IGNORECASE)
 _MAX_VALUES = 2_000_000
 
@@ -47,11 +48,32 @@ def check_complete(index: Index, files: Collection[str]) -> None:
     have = files if isinstance(files, (set, frozenset, dict)) else set(files)
     missing = [shard for shard in index.shards if shard not in have]
     if missing:
-        count = f"{len(missing)} of {len(index.shards)} shards"
-        raise IntegrityError(
-            f"shards are missing ({index.name}: {count} not there: {paths.some(missing)})",
-            hint="the checkpoint is incomplete where it was published; --include chooses other files",
-        )
+        raise _incomplete(index.name, missing, len(index.shards))
+
+
+def check_numbered(weights: Iterable[str], files: Collection[str]) -> None:
+    """The same for weights without an index, whose names say how many there are: `model-00001-of-00003.safetensors`.
+
+    Counted from 1, or from 0 where there is a 0.
+    """
+    sets: dict[tuple[str, str, str], set[int]] = {}
+    for path in weights:
+        if match := _NUMBERED.fullmatch(path):
+            before, number, total, after = match.groups()
+            sets.setdefault((before, total, after), set()).add(int(number))
+    for (before, total, after), numbers in sets.items():
+        first = 0 if 0 in numbers else 1
+        names = [f"{before}{n:0{len(total)}}-of-{total}{after}" for n in range(first, first + int(total))]
+        missing = [name for name in names if name not in files]
+        if missing:
+            raise _incomplete(f"{before}*-of-{total}{after}", missing, len(names))
+
+
+def _incomplete(what: str, missing: list[str], total: int) -> IntegrityError:
+    return IntegrityError(
+        f"shards are missing ({what}: {len(missing)} of {total} shards not there: {paths.some(missing)})",
+        hint="the checkpoint is incomplete where it was published; --include chooses other files",
+    )
 
 
 def check_homes(index: Index, homes: Iterable[tuple[str, Iterable[str]]]) -> None:

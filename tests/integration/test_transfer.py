@@ -16,7 +16,7 @@ import pytest
 
 from tests.rig import servers
 from tests.rig.scripted import Asked, Scripted, manifests, published, scripted
-from tests.support import MIB, Mx, Result, Running, checkpoint_files, noise
+from tests.support import MIB, Mx, Result, Running, checkpoint_files, noise, safetensors_bytes
 
 QUICK = {"MX_RETRY_FOR": "2s"}
 SMALL_RANGES = {"MX_RANGE_SIZE": "1MiB"}
@@ -413,11 +413,20 @@ def test_p07_packed_bytes_are_not_the_file(mx: Mx, header: str) -> None:
         refused(mx, mx("prefetch", f"{server.url}/m.bin", env=QUICK), 16, header, "gzip")
 
 
+WHOLE = safetensors_bytes({"t": ("F32", (4,), bytes(16))})
 PAGES = {
     "xml": b'<?xml version="1.0"?>\n<Error><Code>AccessDenied</Code></Error>' + b" " * 230,
     "html": b"<!DOCTYPE html><html><body>Please log in</body></html>",
     "pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"a" * 64 + b"\nsize 5000000000\n",
     "zeros": bytes(4096),
+    "old pointer": b"version https://hawser.github.com/spec/v1\noid sha256:" + b"a" * 64 + b"\nsize 5000000000\n",
+    "xet": b"# xet version 0\nfilesize = 5000000000\nhash = 'abc'\n",
+    "annex": b"/annex/objects/SHA256E-s5000000000--" + b"a" * 64 + b".safetensors\n",
+    "xhtml": b'<?xml version="1.0"?><!DOCTYPE html PUBLIC "-//W3C//DTD XHTML 1.0//EN"><html xmlns="x"><head/></html>',
+    "empty": b"",
+    "cut": WHOLE[:-4],
+    "too long": WHOLE + b"tail",
+    "zip": b"PK\x03\x04" + bytes(range(200)),
 }
 
 
@@ -432,6 +441,9 @@ PAGES = {
         ("hub", "html"),
         ("file", "pointer"),
         ("file", "zeros"),
+        *itertools.product(
+            ("s3", "hub", "file"), ("old pointer", "xet", "annex", "xhtml", "empty", "cut", "too long", "zip")
+        ),
     ],
 )
 def test_p06_something_else_under_the_name(
@@ -472,6 +484,18 @@ def test_p06_something_else_under_the_name(
 def test_p06_without_a_digest_the_format_decides(mx: Mx, name: str, data: bytes) -> None:
     with scripted(lambda asked: asked.serve(data, {"ETag": '"no-digest"'})) as server:
         refused(mx, mx("prefetch", f"{server.url}/{name}"), 16, name)
+
+
+FUTURE = b'{"t":{"dtype":"F2_FUTURE","shape":[4],"data_offsets":[0,1]}}    '
+
+
+@pytest.mark.parametrize("data", [noise("ours", 5000), len(FUTURE).to_bytes(8, "little") + FUTURE + b"x"])
+def test_p06_what_mx_does_not_know_is_taken_when_the_origin_holds_it_so(mx: Mx, s3: servers.S3, data: bytes) -> None:
+    s3.put("m/model.safetensors", data)
+    result = mx("prefetch", s3.uri("m"), "--json", env=s3.env)
+    has(mx, result, {"model.safetensors": sha(data)})
+    assert "the origin holds it so" in result.err
+    assert mx("prefetch", s3.uri("m"), "--strict", "--cache-dir", mx.home / "other", env=s3.env).code == 3
 
 
 def test_p07_unknown_length_that_breaks_off(mx: Mx, faultd: servers.Faultd) -> None:

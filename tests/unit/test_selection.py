@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -139,6 +140,28 @@ def test_P31_missing_shards_are_listed() -> None:
             select(INDEX, *SHARDS, indexes={INDEX: index(*shards)}, **options)
         assert "deep/model.safetensors" in caught.value.what
         assert "2 of 4 shards" in caught.value.what
+
+
+@pytest.mark.parametrize(
+    ("names", "missing"),
+    [
+        (SHARDS[:1], SHARDS[1]),
+        (("m-00002-of-00003.gguf", "m-00003-of-00003.gguf"), "m-00001-of-00003.gguf"),
+        (("deep/x-00000-of-00002.bin",), "deep/x-00001-of-00002.bin"),
+        (("a-Q4-00001-of-00001.gguf", "a-Q8-00001-of-00002.gguf"), "a-Q8-00002-of-00002.gguf"),
+    ],
+)
+def test_P31_names_say_how_many_shards_there_are(names: tuple[str, ...], missing: str) -> None:
+    """Without an index too: a model of which a shard is missing loads, and answers nonsense."""
+    with pytest.raises(IntegrityError, match=re.escape(missing)) as caught:
+        select("config.json", *names)
+    assert "--include" in caught.value.hint
+    assert select("config.json", *names, include=[names[0]]).files
+    assert select("config.json", *names, missing).weights
+    # Who leaves one out knows it.
+    assert select("config.json", *names, missing, exclude=[missing]).files
+    # Names of the weights that were not chosen say nothing.
+    assert select("model.safetensors", "model.bin-00001-of-00002.bin").files
 
 
 def test_P32_only_indexed_shards() -> None:
