@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from mx_cli.base.errors import IntegrityError, OriginChanged
 from mx_cli.base.oserrors import explain
@@ -36,10 +37,40 @@ INTEGRITY_TRIES = 2
 START_WIDTH = 2
 
 
+class Landing(Protocol):
+    """Hears what of the files is in place while they come. From several threads; nothing of it may block or raise."""
+
+    def begins(self, listing: Listing) -> None:
+        """Files of this listing are fetched."""
+
+    def opened(self, entry: Entry, path: Path, fd: int, have: Sequence[Span]) -> None:
+        """A file is filled, and has these spans; `fd` is good during the call."""
+
+    def placed(self, entry: Entry, offset: int, length: int) -> None:
+        """Bytes of a file are in place, if it was opened; they are not verified yet."""
+
+    def complete(self, path: str, place: Path, size: int) -> None:
+        """The file is whole and verified, and stands in its place."""
+
+    def again(self, entry: Entry) -> None:
+        """What was in place of this file is wrong, and fetched again."""
+
+
+class Unwatched:
+    """Nobody listens."""
+
+    def begins(self, listing: Listing) -> None: ...
+    def opened(self, entry: Entry, path: Path, fd: int, have: Sequence[Span]) -> None: ...
+    def placed(self, entry: Entry, offset: int, length: int) -> None: ...
+    def complete(self, path: str, place: Path, size: int) -> None: ...
+    def again(self, entry: Entry) -> None: ...
+
+
 class Leader:
     """One term of one revision. `run` blocks until the selection is published, or raises; then the lease says why.
 
-    `open_source` gives the source that the bytes come from, afresh for each try; the leader closes it.
+    `open_source` gives the source that the bytes come from, afresh for each try; the leader closes it. `landing` hears of
+    the bytes.
     """
 
     def __init__(
@@ -50,9 +81,11 @@ class Leader:
         listing: Listing,
         wanted: Wanted,
         cache_root: Path,
+        landing: Landing,
     ) -> None:
         self._context, self._model, self._open_source = context, model, open_source
         self._listing, self._wanted, self._root = listing, wanted, cache_root
+        self._landing = landing
         self.meter = Meter()
         self._suspect: list[Entry] = []
 
@@ -78,6 +111,7 @@ class Leader:
         try:
             parts.announce(entries)
             self._publisher = Publisher(self._context, self._model, self._target, parts, self._fence, self._clock)
+            self._landing.begins(self._listing)
             left = self._adopt(entries, snapshots, directory, parts)
             self._fence.check()
             self._sweep_unversioned()
@@ -120,6 +154,7 @@ class Leader:
                 left.append(entry)
                 continue
             self._publisher.adopt(entry.path, found)
+            self._landing.complete(entry.path, self._target / entry.path, found[0].size)
         return left
 
     def _fetch(self, entries: list[Entry], parts: Parts, chosen: bool) -> None:
@@ -131,6 +166,7 @@ class Leader:
                 raise
             except IntegrityError as error:
                 for entry in self._suspect:
+                    self._landing.again(entry)
                     parts.void(entry)
                 if attempt == INTEGRITY_TRIES or not self._suspect:
                     raise
@@ -145,7 +181,7 @@ class Leader:
             lambda entry: self._open(entry, parts),
             self._consumers,
             lambda entry, block: self._commit(entry, block, parts),
-            self._publisher.complete,
+            self._complete,
             meter,
             max(2, cores()),
         )
@@ -185,6 +221,7 @@ class Leader:
 
     def _open(self, entry: Entry, parts: Parts) -> Opened:
         part = parts.open(entry)
+        self._landing.opened(entry, part.path, part.fd, part.have)
         return Opened(part.fd, part.have)
 
     def _consumers(self, entry: Entry) -> Sequence[Consumer]:
@@ -194,6 +231,11 @@ class Leader:
         # Small files too: who is killed among many of them must not begin again.
         if entry.resumable:
             parts.claim(entry, block.offset, block.length, block.digest)
+        self._landing.placed(entry, block.offset, block.length)
+
+    def _complete(self, entry: Entry, size: int, fd: int, consumers: Sequence[Consumer]) -> None:
+        self._publisher.complete(entry, size, fd, consumers)
+        self._landing.complete(entry.path, self._target / entry.path, size)
 
     def _manifest(self, entries: list[Entry], directory: str) -> Manifest:
         found = self._publisher.rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mx_cli.base.errors import UsageError
@@ -29,6 +30,7 @@ def load(
     rank: str | None = None,
     rules: Any = None,
     group: Any = None,
+    fill_cache: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
     """The tensors of a checkpoint, by name: `model` is a directory, a weight file or a URI. `names`: only these.
@@ -52,6 +54,10 @@ def load(
     the bytes go straight from and to where the tensors are. A rank that fails or is lost ends the others with TransportFailed, which names it, within
     `stall_timeout`; the group must not be used after that. NCCL ends the process instead, by its own timeout.
 
+    `fill_cache`: what a URI gives is also kept, as `prefetch` keeps it, by the same election and with nothing fetched twice;
+    the tensors are read from the cache's files as those come. All of the checkpoint is fetched then, also for a few
+    `names` or a `rank`, and it is verified when this returns.
+
     Blocks. Raises what listing and reading the origin raise, IntegrityError for files that are not what they say,
     UsageError for weights that are not safetensors, NoSpace.
     """
@@ -59,6 +65,8 @@ def load(
     context = process_context(settings)
     index = device_number(device)
     if group is not None:
+        if fill_cache:
+            raise UsageError("a group, and fill_cache: each rank would fill it", hint="leave one of them out")
         if mapped:
             raise UsageError("a group, and mapped: pages of a file are not exchanged", hint="leave one of them out")
         from mx_cli.flows.shared_load import SharedLoad
@@ -67,23 +75,49 @@ def load(
         if rank is None:
             return shared.run(model, revision, names)
         return shared.run_share(model, revision, names, lambda *at: cut_of(rank, rules, lambda: found_config(*at)))
-    if rank is not None:
-        return _load_share(model, revision, rank, rules, names, index, context)
-    if rules is not None:
+    if rules is not None and rank is None:
         raise UsageError("rules without a rank")
+    wish = _Wish(names, mapped, rank, rules, index)
+    if fill_cache:
+        from mx_cli.flows.fill_cache import Fill
+
+        with Fill(model, revision, context) as fill:
+            tensors = _load(*fill.catalog(), wish, fill.patient())
+            directory = fill.finish()
+        if not fill.torn:
+            return tensors
+        del tensors
+        model, revision = str(directory), None
     found, origin = catalog(model, revision, context)
     try:
-        wanted = chosen_tensors(found, names)
-        tensors: dict[str, Any] = {}
-        # What lists no entries was read from a snapshot's manifest.
-        if index == HOST and found.directory and (mapped or (mapped is None and not found.entries)):
-            tensors = mapped_tensors(found, wanted)
-        rest = [tensor.name for tensor in wanted if tensor.name not in tensors]
-        if rest:
-            _copy(found, origin, rest, index, tensors, context)
-        return {name: tensors[name] for name in sorted(tensors)}
+        return _load(found, origin, wish, context)
     finally:
         origin.close()
+
+
+@dataclass(frozen=True)
+class _Wish:
+    """What of a checkpoint is wanted, and where: see `load`."""
+
+    names: Sequence[str] | None
+    mapped: bool | None
+    rank: str | None
+    rules: Any
+    device: int
+
+
+def _load(found: Catalog, origin: OpenOrigin, wish: _Wish, context: Context) -> dict[str, Any]:
+    if wish.rank is not None:
+        return _load_share(found, origin, wish.rank, wish, context)
+    wanted = chosen_tensors(found, wish.names)
+    tensors: dict[str, Any] = {}
+    # What lists no entries was read from a snapshot's manifest.
+    if wish.device == HOST and found.directory and (wish.mapped or (wish.mapped is None and not found.entries)):
+        tensors = mapped_tensors(found, wanted)
+    rest = [tensor.name for tensor in wanted if tensor.name not in tensors]
+    if rest:
+        _copy(found, origin, rest, wish.device, tensors, context)
+    return {name: tensors[name] for name in sorted(tensors)}
 
 
 def _copy(
@@ -108,24 +142,12 @@ def chosen_tensors(found: Catalog, names: Sequence[str] | None) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor.name in wanted]
 
 
-def _load_share(
-    model: str,
-    revision: str | None,
-    rank: str,
-    rules: Any,
-    names: Sequence[str] | None,
-    device: int,
-    context: Context,
-) -> dict[str, Any]:
-    found, origin = catalog(model, revision, context)
-    try:
-        shapes = chosen(found.holding, names)
-        shares = cut_of(rank, rules, lambda: found_config(found, origin)).shares(shapes)
-        memory = own_memory(shapes, shares, twins_of(found.holding, shapes, shares), device)
-        rows = rows_of(found.holding, shapes, shares, memory.places)
-        bell = Bell()
-        members = [member(found, origin, bell, context, device)]
-        bring(found.holding, rows, members, bell, context, put_on_gpu(), memory, found.entries)
-        return memory.tensors()
-    finally:
-        origin.close()
+def _load_share(found: Catalog, origin: OpenOrigin, rank: str, wish: _Wish, context: Context) -> dict[str, Any]:
+    shapes = chosen(found.holding, wish.names)
+    shares = cut_of(rank, wish.rules, lambda: found_config(found, origin)).shares(shapes)
+    memory = own_memory(shapes, shares, twins_of(found.holding, shapes, shares), wish.device)
+    rows = rows_of(found.holding, shapes, shares, memory.places)
+    bell = Bell()
+    members = [member(found, origin, bell, context, wish.device)]
+    bring(found.holding, rows, members, bell, context, put_on_gpu(), memory, found.entries)
+    return memory.tensors()

@@ -27,7 +27,7 @@ from mx_cli.cache.snapshots import Snapshots
 from mx_cli.flows import deliver
 from mx_cli.flows.context import Context
 from mx_cli.flows.fill import Filling
-from mx_cli.flows.lead import Leader
+from mx_cli.flows.lead import Landing, Leader, Unwatched
 from mx_cli.flows.progress import watching
 from mx_cli.flows.request import Clock, Led, Outcome, Preview, Request, Wanted
 from mx_cli.flows.resolve import Resolver
@@ -47,14 +47,16 @@ OWN_TRY = (AccessDenied, Unreachable, TransportFailed, FilesystemRefused)
 SLOW = (Unreachable, TransportFailed)
 
 
-def prefetch(request: Request, context: Context) -> Outcome:
+def prefetch(request: Request, context: Context, landing: Landing | None = None) -> Outcome:
     """Blocks until the selection is complete in the cache. Idempotent: what is there is not fetched again.
+
+    `landing` hears of the bytes that this process fetches; of what was there, or what others fetch, nothing.
 
     Raises the MxErrors of the exit-code table; whatever was fetched before a failure is kept for the next run.
     """
     peering = _peering(request, context)
     try:
-        return Prefetch(request, context, _supply(request, context, peering)).run()
+        return Prefetch(request, context, _supply(request, context, peering), landing).run()
     finally:
         if peering:
             peering.close()
@@ -94,8 +96,9 @@ def _supply(request: Request, context: Context, peering: Peering | None) -> Supp
 class Prefetch:
     """One run: find out what is wanted, and get it. `supply` is closed with it."""
 
-    def __init__(self, request: Request, context: Context, supply: Supply) -> None:
+    def __init__(self, request: Request, context: Context, supply: Supply, landing: Landing | None = None) -> None:
         self._request, self._context, self._supply = request, context, supply
+        self._landing = landing or Unwatched()
         self._clock = Clock()
         self._cache: Cache = context.cache()
         self._model: Model = self._cache.model(supply.uri)
@@ -234,7 +237,9 @@ class Prefetch:
             )
         self._context.notice(f"leading term {term}")
         revision = revision_name(listing.revision, term)
-        leader = Leader(self._context, self._model, self._supply.open_source, listing, wanted, self._cache.root)
+        leader = Leader(
+            self._context, self._model, self._supply.open_source, listing, wanted, self._cache.root, self._landing
+        )
         with watching(self._context, leader):
             led: Led = leader.run(lease, term, revision, self._clock, self._cache.chosen)
         return self._finish(led.manifest, listing, wanted, "leader", led.fetched)

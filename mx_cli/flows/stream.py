@@ -9,7 +9,7 @@ from typing import Any
 
 from mx_cli.base import units
 from mx_cli.base.cancel import Stop
-from mx_cli.base.errors import MxError, NoSpace, TransportFailed, UsageError
+from mx_cli.base.errors import IntegrityError, MxError, NoSpace, TransportFailed, UsageError
 from mx_cli.engine.buffers import Pool
 from mx_cli.engine.many import Bell, Many, Member
 from mx_cli.engine.meter import Meter
@@ -43,6 +43,7 @@ def stream(
     names: Sequence[str] | None = None,
     owned: bool = True,
     revision: str | None = None,
+    fill_cache: bool = False,
     **settings: Any,
 ) -> Iterator[tuple[str, Any]]:
     """(name, tensor) of a checkpoint in the order of its files: `model` is a directory, a weight file or a URI.
@@ -52,6 +53,9 @@ def stream(
     next one is asked for; the memory of dropped ones is used again. Otherwise it is good only until the next one is asked
     for. `names`: only these. `settings`: as in `mx config`.
 
+    `fill_cache`: what a URI gives is also kept, see `load`: all of it, while the tensors come, so a slow consumer holds up
+    only himself. What was handed out is verified when the iterator has ended, and not before.
+
     Blocks while it waits. Raises what `load` raises; NoSpace when the largest tensor does not fit into `memory`. Closing
     the iterator ends the reading.
     """
@@ -59,11 +63,35 @@ def stream(
     context = process_context(settings if memory is None else {**settings, "memory": memory})
     index = device_number(device)
     limit = memory_limit(context)
+    if fill_cache:
+        yield from _filling(model, revision, names, limit, index, owned, context)
+        return
     found, origin = catalog(model, revision, context)
     try:
         yield from _stream(found, origin, names, limit, index, owned, context)
     finally:
         origin.close()
+
+
+def _filling(
+    model: str,
+    revision: str | None,
+    names: Sequence[str] | None,
+    limit: int,
+    device: int,
+    owned: bool,
+    context: Context,
+) -> Iterator[tuple[str, Any]]:
+    from mx_cli.flows.fill_cache import Fill
+
+    with Fill(model, revision, context) as fill:
+        found, origin = fill.catalog()
+        yield from _stream(found, origin, names, limit, device, owned, fill.patient())
+        directory = fill.finish()
+        if fill.torn:
+            raise IntegrityError(
+                f"{model}: some tensors had other bytes than what was published in the end", hint=f"stream {directory}"
+            )
 
 
 def _stream(
