@@ -115,14 +115,15 @@ class _Look:
             if not sources:
                 raise NoPeer(f"no peer could be read now ({reasons})", hint="--wait DURATION waits for a slot")
             size = sum(record.size for record in group.holding.manifest.files)
-            reads = sum(READS if peer.path == "nixl-read" else sockets() for peer in sources)
+            in_flight = sum(READS if peer.path == "nixl-read" else sockets() for peer in sources)
             reason = f"{units.count(len(sources), 'source')} ({reasons})"
-            return Choice("peer", True, reason, size, width(context, reads, ITEM) * ITEM)
+            return Choice("peer", True, reason, size, width(context, in_flight, ITEM) * ITEM)
         finally:
             peering.close()
 
     def _cache(self) -> Choice:
-        return Choice("cache", True, f"complete snapshot of {self._snapshot()[0]}")
+        uri, directory = self._snapshot()
+        return Choice("cache", True, f"complete snapshot of {uri} ({_ways(directory)})")
 
     def _snapshot(self) -> tuple[str, Path]:
         """(URI, directory) of the snapshot that would be taken. Raises NotFound."""
@@ -147,6 +148,15 @@ class _Look:
         found = preview(Request(self._puller.straight_from, revision=self._request.revision), context)
         size = sum(count or 0 for _, count, _ in found.files)
         return Choice(route.STREAM, True, f"{found.uri}, past the cache", size, connections(context) * CONNECTION)
+
+
+def _ways(directory: Path) -> str:
+    """How the files would get into memory: by way of the host's always, straight into a GPU's where that works."""
+    from mx_cli.transport.gds import verdict
+
+    weights = sorted(directory.rglob("*.safetensors"))
+    lacking = verdict(file=weights[0] if weights else None)
+    return f"gds: {lacking}" if lacking else "gds: works"
 
 
 class _LookForRank(_Look):
@@ -179,9 +189,8 @@ class _LookForRank(_Look):
     def _cache(self) -> Choice:
         uri, directory = self._snapshot()
         size = self._bytes(str(directory), None)
-        return Choice(
-            "cache", True, f"complete snapshot of {uri}", size, width(self._context, LOCAL_READS, ITEM) * ITEM
-        )
+        reason = f"complete snapshot of {uri} ({_ways(directory)})"
+        return Choice("cache", True, reason, size, width(self._context, LOCAL_READS, ITEM) * ITEM)
 
     def _stream(self) -> Choice:
         self._puller.check_stream(of_a_part=True)

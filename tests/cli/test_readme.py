@@ -23,7 +23,7 @@ import yaml
 
 from mx_cli.base.errors import exit_codes
 from tests.rig import capabilities, servers
-from tests.support import MIB, ROOT, capability, clean_env, make_checkpoint
+from tests.support import MIB, ROOT, capability, checkpoint_files, clean_env, make_checkpoint
 
 README = ROOT / "README.md"
 REPOSITORY, COMMIT = "acme/llama-tiny", "7f4a3c1d9e2b5a60817f4a3c1d9e2b5a60817f4a"
@@ -48,6 +48,8 @@ VARIES = [
     # The JSON line of a peer, without what the README leaves out.
     (r', "generation": .* "files": ', ", … "),
     (rf"^(mx-… +\S+ +){SECONDS}", r"\1…"),
+    # Of a machine with a GPU another thing is said.
+    (r"\(gds: .*\)", "(gds: …)"),
     (rf"{SIZE} kept", "… kept"),
     (rf"goes on from {SIZE}", "goes on from …"),
     (r"\b[\w.-]+/\d+(?=  +\d+  left)", "…"),
@@ -220,8 +222,11 @@ def test_the_blocks_are_found_and_what_varies_is_not_compared() -> None:
 # --- programs ----------------------------------------------------------------------------------------------------
 
 
-def programs() -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
+def program(call: str) -> str:
+    """The one that calls this."""
+    found = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
+    (one,) = (text for text in found if f"mx_cli.{call}(" in text)
+    return str(one)
 
 
 @capability("torch")
@@ -236,7 +241,7 @@ def test_the_program_that_loads_a_model_runs(tmp_path: Path) -> None:
     env = clean_env(tmp_path, tmp_path / "cache", {"XDG_RUNTIME_DIR": tmp_path / "run"})
     for source in (str(directory), directory.as_uri()):
         done = subprocess.run(
-            [sys.executable, "-c", programs()[2], str(directory), source],
+            [sys.executable, "-c", program("load_model"), str(directory), source],
             env=env,
             capture_output=True,
             text=True,
@@ -247,8 +252,24 @@ def test_the_program_that_loads_a_model_runs(tmp_path: Path) -> None:
 
 
 @capability("torch")
+def test_the_python_program_that_needs_no_peer_runs(tmp_path: Path, hub: servers.Hub) -> None:
+    files = checkpoint_files()
+    hub.commit(files)
+    env = clean_env(tmp_path, tmp_path / "cache", hub.env)
+    done = subprocess.run(
+        [sys.executable, "-c", program("stream"), hub.uri], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    # Bytes that are noise are numbers that equal themselves, or none.
+    assert [line.split(" ")[0] for line in done.stdout.splitlines()] == [
+        f"model.layers.{layer}.{part}_proj.weight" for layer in range(2) for part in ("q", "o")
+    ]
+    assert list((tmp_path / "cache").glob("models/*/manifests/*/*.json"))
+
+
+@capability("torch")
 def test_the_python_programs_run(tmp_path: Path) -> None:
-    giver, taker, _ = programs()
+    giver, taker = program("serve"), program("pull_into")
     (tmp_path / "run").mkdir(mode=0o700)
     env = clean_env(tmp_path, tmp_path / "cache", {"XDG_RUNTIME_DIR": tmp_path / "run"})
     shows = "\nprint(target.weight.sum().item(), target.bias.tolist() == tensors['bias'].tolist())"
