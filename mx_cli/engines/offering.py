@@ -14,8 +14,9 @@ from mx_cli.engines.options import Options
 from mx_cli.engines.tensors import refuse_empty, refuse_hidden
 from mx_cli.engines.weights import Weights
 from mx_cli.flows.context import Context
+from mx_cli.flows.described import Named, describe_holding
 from mx_cli.flows.holdings import local_holding
-from mx_cli.flows.in_process import Handle, Named, describe_holding
+from mx_cli.flows.in_process import Handle
 from mx_cli.flows.serving import Offer, Serving
 from mx_cli.flows.trust import accepted
 from mx_cli.model import layout as model_layout

@@ -5,31 +5,21 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-
-import xxhash
 
 from mx_cli.base.cancel import Stop
 from mx_cli.base.config import resolve
 from mx_cli.base.errors import MissingCapability, UsageError
 from mx_cli.base.events import Event
 from mx_cli.flows.context import Context
-from mx_cli.flows.cuts import Cut, cut_of
-from mx_cli.flows.extents import views
+from mx_cli.flows.cuts import cut_of
+from mx_cli.flows.described import Described, Named, describe_holding
 from mx_cli.flows.serving import Offer, Serving
 from mx_cli.flows.trust import is_loopback
-from mx_cli.model import hf_config, identity
+from mx_cli.model import hf_config
 from mx_cli.model import layout as model_layout
-from mx_cli.model.digest import TensorDigester
-from mx_cli.model.holding import HOST, Extent, Holding, start_key
-from mx_cli.model.identity import Identity
-from mx_cli.model.manifest import FileRecord, Manifest, selection_digest
-from mx_cli.model.selection import RULES_VERSION
-from mx_cli.model.share import Share
-from mx_cli.model.synthetic import FILE, Run, Synthetic, synthesize
-from mx_cli.sinks.torch_tensors import Described as TorchTensor
+from mx_cli.model.holding import HOST, Extent
 from mx_cli.transport.held import CopyOut, InMemory
 from mx_cli.transport.nixl_env import RDMA_DEVICES
 
@@ -55,15 +45,6 @@ def process_context(options: Mapping[str, Any]) -> Context:
         log.log(level.get(event.level, logging.INFO), "%s", event.to_json().get("message") or event.event)
 
     return Context(resolve({**options}), Stop(), emit)
-
-
-@dataclass(frozen=True)
-class Described:
-    """What a process offers: the holding, where its bytes lie, and what keeps them there."""
-
-    holding: Holding
-    extents: list[Extent]
-    keep: object
 
 
 class Handle:
@@ -225,19 +206,6 @@ class Handle:
         )
 
 
-@dataclass(frozen=True)
-class Named:
-    """What is said of the weights beside their bytes: see `mx_cli.serve`."""
-
-    config: dict[str, Any] | None = None
-    stage: str = "checkpoint"
-    layout: Mapping[str, Any] | None = None
-    uri: str = ""
-    revision: str = ""
-    cut: Cut | None = None
-    whole: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-
-
 def serve(
     source: Any,
     *,
@@ -314,74 +282,6 @@ def _config(config: Any) -> dict[str, Any] | None:
             f"config is neither bytes nor a mapping ({type(config).__name__})", hint="config.to_dict() makes one"
         )
     return hf_config.load(config, "config")
-
-
-def describe_holding(source: Any, named: Named, version: int, all_buffers: bool = False) -> Described:
-    """Hash everything, and describe it as one file. Blocks."""
-    from mx_cli.sinks.torch_tensors import describe
-
-    tensors = describe(source, all_buffers=all_buffers)
-    found = synthesize(Run(t.name, t.dtype, t.shape, t.address, t.device) for t in tensors)
-    header = memoryview(bytearray(found.header))
-    import ctypes
-
-    extents = found.extents(ctypes.addressof(ctypes.c_char.from_buffer(header)))
-    digester, whole = TensorDigester(FILE, found.size), xxhash.xxh3_128()
-    for view in views(extents):
-        digester.update(view)
-        whole.update(view)
-    rows = digester.finish()
-    record = FileRecord(FILE, found.size, whole.hexdigest())
-    identities = _identities(named, rows, found)
-    manifest = Manifest(
-        uri="",
-        revision="",
-        selection=selection_digest([FILE]),
-        rules=RULES_VERSION,
-        directory="",
-        files=(record,),
-        weights=(FILE,),
-        tensors=tuple((FILE, *row) for row in rows),
-        identity={one.kind: one.id for one in identities},
-    )
-    starts = {start_key(FILE, name): start for name, start in found.starts.items()}
-    kinds = {tensor.name: tensor.kind for tensor in tensors}
-    shares = _shares(named, tensors)
-    rank = named.cut.text if named.cut else ""
-    holding = Holding(
-        manifest, tuple(identities), starts, found.aliases, kinds, version=version, rank=rank, shares=shares
-    )
-    return Described(holding, extents, (header, [tensor.tensor for tensor in tensors], source))
-
-
-def _identities(named: Named, rows: Any, found: Synthetic) -> list[Identity]:
-    known = [identity.of_content(rows, named.config, named.stage, named.layout)]
-    if named.uri:
-        origin = identity.of_origin(named.uri, named.revision, named.stage, named.layout)
-        known.append(identity.of_shares(origin) if named.cut else origin)
-    if named.config is not None:
-        known.append(identity.of_config(named.config, named.stage, named.layout))
-    return known
-
-
-def _shares(named: Named, tensors: Iterable[TorchTensor]) -> dict[str, Share]:
-    """Of which whole tensors these are parts. Raises UsageError for shapes that cannot be."""
-    cut = named.cut
-    if cut is None:
-        return {}
-    found = {}
-    for tensor in tensors:
-        if tensor.name in named.whole:
-            share = cut.rules.share(tensor.name, named.whole[tensor.name], cut.rank, cut.ranks)
-            if share.local_shape != tensor.shape:
-                raise UsageError(
-                    f"{tensor.name} {list(tensor.shape)} is not what rank {cut.text} has of {list(share.shape)}"
-                )
-        else:
-            share = cut.rules.share_of_local(tensor.name, tensor.shape, cut.rank, cut.ranks)
-        if not share.whole:
-            found[tensor.name] = share
-    return found
 
 
 def merged(regions: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:

@@ -13,7 +13,6 @@ Bodies are JSON with "proto": 1. An error is {"proto": 1, "error": {...}} as in 
 
 from __future__ import annotations
 
-import binascii
 import gzip
 import json
 import threading
@@ -26,10 +25,19 @@ from mx_cli.base.errors import AccessDenied, Incompatible, MxError, NotFound, Un
 from mx_cli.model.holding import Holding
 from mx_cli.model.record import DRAINING, LOADING, SERVING
 from mx_cli.transport import metrics, protocol
+from mx_cli.transport.asked import (
+    body_of,
+    bytes_in,
+    common_version,
+    mapping_in,
+    nonce_in,
+    number_in,
+    reader_name,
+)
 from mx_cli.transport.grants import Grants, Place
 from mx_cli.transport.handshake import Handshake
 from mx_cli.transport.http1 import Request, Response, answer
-from mx_cli.transport.protocol import FILES, GRANT_HEADER, GRANTS, MANIFEST, NONCE, POLL, PROTO
+from mx_cli.transport.protocol import FILES, GRANT_HEADER, GRANTS, MANIFEST, POLL, PROTO
 
 UPDATING = "updating"
 GONE = 410
@@ -128,7 +136,7 @@ class Control:
         late = self.grants.wait_empty(timeout)
         self.grants.close()
         self._handshake.revoke()
-        return [_reader_name(reader) for reader in late]
+        return [reader_name(reader) for reader in late]
 
     # --- requests
 
@@ -171,11 +179,11 @@ class Control:
                 case ("GET", protocol.MANIFEST):
                     return self._manifest_of(request)
                 case ("POST", protocol.GRANTS):
-                    return self._grant(_body(request))
+                    return self._grant(body_of(request))
                 case ("POST", _) if grant != path:
-                    return self._beat(grant, _body(request))
+                    return self._beat(grant, body_of(request))
                 case ("DELETE", _) if grant != path:
-                    return self._leave(grant, _body(request))
+                    return self._leave(grant, body_of(request))
                 case ("GET", _) if path.startswith(FILES):
                     return self._file(request, path.removeprefix(FILES))
             raise NotFound(f"nothing here ({method} {path})")
@@ -183,14 +191,14 @@ class Control:
             return _refusal(error)
 
     def _hello(self, request: Request) -> Response:
-        body = _body(request)
-        version = _common(body.get("proto"))
-        nonce = self._handshake.nonce(_nonce(body))
+        body = body_of(request)
+        version = common_version(body.get("proto"))
+        nonce = self._handshake.nonce(nonce_in(body))
         return answer({"proto": version, "nonce": nonce.hex(), "generation": self._holder.generation})
 
     def _session(self, request: Request) -> Response:
-        body = _body(request)
-        nonce, server_nonce, offered = _nonce(body), _hex(body, "server_nonce"), _hex(body, "proof")
+        body = body_of(request)
+        nonce, server_nonce, offered = nonce_in(body), bytes_in(body, "server_nonce"), bytes_in(body, "proof")
         try:
             proof, token = self._handshake.prove(nonce, server_nonce, offered)
         except AccessDenied:
@@ -248,7 +256,7 @@ class Control:
         self._holding()
         if self._paused:
             raise Unreachable(f"this peer gives no grants ({self.state})", retry_after=POLL)
-        reader = dict(_mapping(body, "reader"))
+        reader = dict(mapping_in(body, "reader"))
         asked = self.grants.ask(reader, str(body.get("ticket", "")))
         if isinstance(asked, Place):
             better = self.grants.better(asked.position, str(reader.get("address", "")))
@@ -298,8 +306,8 @@ class Control:
         record = self._holding().manifest.record(path)
         if record is None:
             raise NotFound(f"no such file here: {path}")
-        offset = _number(request, "offset", 0)
-        length = _number(request, "length", max(0, record.size - offset))
+        offset = number_in(request, "offset", 0)
+        length = number_in(request, "length", max(0, record.size - offset))
         if offset + length > record.size:
             return _refusal(UsageError(f"outside the file ({path}: {offset}+{length}, it has {record.size})"), 416)
         pieces = self._holder.read(path, offset, length)
@@ -337,57 +345,3 @@ def _refusal(error: MxError, status: int = 0, headers: Mapping[str, str] | None 
     if isinstance(error, Incompatible):
         body["speaks"] = list(PROTO)
     return answer(body, status or _STATUS.get(error.name, 500), known)
-
-
-def _body(request: Request) -> Mapping[str, Any]:
-    try:
-        body = json.loads(request.body or b"{}")
-    except (ValueError, RecursionError):
-        raise UsageError("the body is not JSON") from None
-    if not isinstance(body, dict):
-        raise UsageError("the body is not an object")
-    return body
-
-
-def _mapping(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = body.get(name, {})
-    if not isinstance(value, dict):
-        raise UsageError(f"{name} is not an object")
-    return value
-
-
-def _common(offered: Any) -> int:
-    """The highest wire version that both sides speak."""
-    try:
-        low, high = map(int, offered)
-    except (TypeError, ValueError, OverflowError):
-        raise UsageError("proto is not a range of wire versions") from None
-    best = min(high, PROTO[1])
-    if best < max(low, PROTO[0]):
-        raise Incompatible(f"this peer speaks wire versions {PROTO[0]} to {PROTO[1]}, the reader {low} to {high}")
-    return best
-
-
-def _hex(body: Mapping[str, Any], name: str) -> bytes:
-    try:
-        return binascii.unhexlify(str(body.get(name, "")))
-    except ValueError:
-        raise UsageError(f"{name} is not hexadecimal") from None
-
-
-def _nonce(body: Mapping[str, Any]) -> bytes:
-    nonce = _hex(body, "nonce")
-    if len(nonce) != NONCE:
-        raise UsageError(f"nonce has {len(nonce)} bytes, expected {NONCE}")
-    return nonce
-
-
-def _number(request: Request, name: str, default: int) -> int:
-    text = request.query.get(name, "")
-    if text and not (text.isascii() and text.isdecimal() and len(text) < 20):
-        raise UsageError(f"{name} is not a number of bytes")
-    return int(text) if text else default
-
-
-def _reader_name(reader: Mapping[str, Any]) -> str:
-    return f"{reader.get('host', 'a reader')} pid {reader.get('pid', '?')}"

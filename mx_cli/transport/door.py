@@ -19,52 +19,17 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from mx_cli.base.errors import MxError
 from mx_cli.transport import http1
+from mx_cli.transport.connection import RECORD, Connection, Gone, Limits
 from mx_cli.transport.http1 import Refused, Request, Response
 from mx_cli.transport.workers import Workers
 
 Handle = Callable[[Request], Response]
 
 _TLS_HANDSHAKE = 0x16
-_RECORD = 16 << 10
-_SEND = 1 << 20
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Seconds, bytes and counts. A stranger is a connection over which nobody has proved to know a secret."""
-
-    stranger_patience: float = 5.0
-    stranger_body: int = 64 << 10
-    strangers_memory: int = 16 << 20
-    strangers_of_an_address: int = 64
-    idle: float = 120.0
-    body: int = 4 << 20
-    unsent: float = 60.0
-    connections: int = 2000
-    control_threads: int = 8
-    data_threads: int = 64
-
-
-@dataclass(slots=True, eq=False)
-class _Connection:
-    sock: socket.socket
-    client: str
-    deadline: float
-    trusted: bool = False
-    shaken: bool = False
-    data: bytearray = field(default_factory=bytearray)
-    counted: int = 0
-    request: Request | None = None
-    in_lobby: bool = True
-    sending_since: float | None = None
-
-    def fileno(self) -> int:
-        return self.sock.fileno()
 
 
 _doors: weakref.WeakSet[Door] = weakref.WeakSet()
@@ -76,10 +41,6 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-
-class _Gone(Exception):
-    """The other side does not take the answer any more."""
 
 
 class Door:
@@ -112,9 +73,9 @@ class Door:
         self._data = Workers("mx-data", self._limits.data_threads)
         self._selector = selectors.DefaultSelector()
         self._woken, self._waker = socket.socketpair()
-        self._back: deque[_Connection] = deque()
-        self._connections: set[_Connection] = set()
-        self._strangers: dict[_Connection, None] = {}
+        self._back: deque[Connection] = deque()
+        self._connections: set[Connection] = set()
+        self._strangers: dict[Connection, None] = {}
         self._held = 0
         self._accepting = True
         self._closing = False
@@ -177,7 +138,7 @@ class Door:
         while not self._closing:
             waits = None if self._accepting and not self._connections else 1.0
             for key, _ in self._selector.select(waits):
-                if isinstance(key.fileobj, _Connection):
+                if isinstance(key.fileobj, Connection):
                     self._advance(key.fileobj)
                 else:
                     key.data()
@@ -205,7 +166,7 @@ class Door:
             self._make_room(place[0])
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection = _Connection(sock, place[0], time.monotonic() + self._limits.stranger_patience)
+            connection = Connection(sock, place[0], time.monotonic() + self._limits.stranger_patience)
             self._connections.add(connection)
             self._strangers[connection] = None
             self._selector.register(connection, selectors.EVENT_READ)
@@ -225,7 +186,7 @@ class Door:
             self._drop(oldest)
         return oldest is not None
 
-    def _advance(self, connection: _Connection) -> None:
+    def _advance(self, connection: Connection) -> None:
         """Go on with a connection that has something to say, as far as that goes without waiting."""
         if connection not in self._connections:
             return
@@ -247,7 +208,7 @@ class Door:
         except (OSError, ValueError):
             self._drop(connection)
 
-    def _begin_tls(self, connection: _Connection) -> None:
+    def _begin_tls(self, connection: Connection) -> None:
         # What costs memory begins when somebody speaks TLS.
         first = connection.sock.recv(1, socket.MSG_PEEK)
         if not first or first[0] != _TLS_HANDSHAKE:
@@ -259,8 +220,8 @@ class Door:
         self._selector.register(connection, selectors.EVENT_READ)
         self._advance(connection)
 
-    def _read(self, connection: _Connection) -> None:
-        data = connection.sock.recv(_RECORD)
+    def _read(self, connection: Connection) -> None:
+        data = connection.sock.recv(RECORD)
         if not data:
             self._drop(connection)
             return
@@ -269,7 +230,7 @@ class Door:
         while self._held > self._limits.strangers_memory and self._evict():
             pass
 
-    def _look(self, connection: _Connection) -> None:
+    def _look(self, connection: Connection) -> None:
         """Hand a request over if it is whole. Raises Refused."""
         try:
             request = self._whole_request(connection)
@@ -283,7 +244,7 @@ class Door:
         workers = self._data if self._is_data(request) else self._control
         workers.do(lambda: self._answer(connection, request))
 
-    def _whole_request(self, connection: _Connection) -> Request | None:
+    def _whole_request(self, connection: Connection) -> Request | None:
         data = connection.data
         if connection.request is None:
             end = data.find(http1.END)
@@ -304,7 +265,7 @@ class Door:
         connection.request = None
         return request
 
-    def _count(self, connection: _Connection, held: int) -> None:
+    def _count(self, connection: Connection, held: int) -> None:
         self._held += held - connection.counted
         connection.counted = held
 
@@ -328,15 +289,15 @@ class Door:
             except Refused as refused:
                 self._refuse(connection, refused.status)
 
-    def _refuse(self, connection: _Connection, status: int) -> None:
+    def _refuse(self, connection: Connection, status: int) -> None:
         with contextlib.suppress(OSError, ValueError):
             connection.sock.send(Response(status).head(keep=False))
         self._drop(connection)
 
-    def _drop(self, connection: _Connection) -> None:
+    def _drop(self, connection: Connection) -> None:
         """Close a connection; one that is being answered is only broken off, and comes back."""
         if not connection.in_lobby:
-            _break_off(connection.sock)
+            connection.break_off()
             return
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(connection)
@@ -351,21 +312,21 @@ class Door:
             if connection.in_lobby and now > connection.deadline:
                 self._drop(connection)
             elif since is not None and now - since > self._limits.unsent:
-                _break_off(connection.sock)
+                connection.break_off()
         if not self._accepting:
             self._accepting = True
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     # --- the threads that answer
 
-    def _answer(self, connection: _Connection, request: Request) -> None:
+    def _answer(self, connection: Connection, request: Request) -> None:
         stays = False
         try:
             response = self._handle(request)
-            self._send(connection, request, response)
+            connection.answer(request, response)
             connection.trusted |= response.trusted
             stays = request.keep
-        except (_Gone, MxError):
+        except (Gone, MxError):
             # An answer that broke off is told from a whole one by its length.
             pass
         except Exception as bug:  # noqa: BLE001 - what is wrong with one answer must not end the thread that gives others
@@ -376,31 +337,3 @@ class Door:
                 connection.sock.close()
             self._back.append(connection)
             self._wake()
-
-    def _send(self, connection: _Connection, request: Request, response: Response) -> None:
-        # A stranger's answer is small and fits in the kernel's buffer, or the stranger does not read.
-        connection.sock.setblocking(response.trusted)
-
-        def send(data: bytes | memoryview) -> None:
-            connection.sending_since = time.monotonic()
-            try:
-                connection.sock.sendall(data)
-            except (OSError, ValueError) as error:
-                raise _Gone from error
-
-        head = response.head(request.keep)
-        if request.method == "HEAD":
-            send(head)
-        elif response.stream is None:
-            send(head + response.body)
-        else:
-            send(head)
-            for view in response.stream:
-                for at in range(0, len(view), _SEND):
-                    send(view[at : at + _SEND])
-
-
-def _break_off(sock: socket.socket) -> None:
-    """End a connection under a thread that uses it. SSLSocket's own shutdown would make it a plain one."""
-    with contextlib.suppress(OSError):
-        socket.socket.shutdown(sock, socket.SHUT_RDWR)

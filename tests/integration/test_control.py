@@ -31,7 +31,7 @@ from mx_cli.base.errors import (
 )
 from mx_cli.model.manifest import Manifest
 from mx_cli.transport import secret, session
-from mx_cli.transport.door import Limits
+from mx_cli.transport.connection import Limits
 from mx_cli.transport.listen import listen
 from mx_cli.transport.protocol import GRANTS
 from mx_cli.transport.session import Grant, Queued, Session, dial

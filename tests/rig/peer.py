@@ -20,8 +20,9 @@ from mx_cli.base.errors import NotFound
 from mx_cli.model.holding import Holding, start_key
 from mx_cli.model.manifest import FileRecord, Manifest
 from mx_cli.transport import secret
+from mx_cli.transport.connection import Limits
 from mx_cli.transport.control import Control, is_data
-from mx_cli.transport.door import Door, Limits
+from mx_cli.transport.door import Door
 from mx_cli.transport.listen import listen
 from mx_cli.transport.session import Session, dial
 from tests.rig.checkpoints import noise
