@@ -5,13 +5,34 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from mx_cli.base import units
+from mx_cli.base.errors import NoSpace
+
 _GROUPS = Path("/sys/fs/cgroup")
 _MAPS = Path("/proc/self/maps")
+_ALL_FILE_PAGES = ("inactive_file", "active_file")
+NOTABLE = 64 << 20
 
 
 def available() -> int:
     """Bytes: what the machine has to give, and no more than what the cgroups that this process is in leave."""
     return min([_machine("MemAvailable"), *(max(0, most - used) for most, used in _groups())])
+
+
+def require(size: int, what: str) -> None:
+    """Raises NoSpace for more bytes than could be had if the kernel dropped all file pages and swapped out the rest.
+
+    Taking them all the same would end this process, or another one, without a word. Small sizes are not looked at.
+    """
+    if size < NOTABLE:
+        return
+    machine, groups = _machine("MemAvailable") + _machine("SwapFree"), _groups(_ALL_FILE_PAGES)
+    most = min([machine, *(max(0, most - used) for most, used in groups)])
+    if size > most:
+        raise NoSpace(
+            f"no memory for {what} (need {units.size(size)}, at most {units.size(most)} can be had)",
+            hint="more memory for this container or machine; mx doctor MODEL tells what is needed",
+        )
 
 
 def limit() -> int | None:
@@ -35,15 +56,16 @@ def read_only() -> list[tuple[int, int]]:
     return found
 
 
-def _groups() -> Iterator[tuple[int, int]]:
-    """(limit, used) of each cgroup with a limit, of either version. File pages that the kernel can drop are not used."""
-    for base, path, limit, usage, droppable in _memberships():
+def _groups(droppable: tuple[str, ...] = ("inactive_file",)) -> Iterator[tuple[int, int]]:
+    """(limit, used) of each cgroup with a limit, of either version. File pages that are `droppable` are not used."""
+    for base, path, limit, usage, prefix in _memberships():
         for group in (path, *path.parents):
             # In a container the path may be one of the host's, and only the root of it is there.
             place = base / group.relative_to("/")
             most, used = _number(place / limit), _number(place / usage)
             if most is not None and used is not None:
-                yield most, max(0, used - _of_stat(place / "memory.stat", droppable))
+                dropped = sum(_of_stat(place / "memory.stat", prefix + kind) for kind in droppable)
+                yield most, max(0, used - dropped)
 
 
 def _memberships() -> Iterator[tuple[Path, Path, str, str, str]]:
@@ -54,10 +76,10 @@ def _memberships() -> Iterator[tuple[Path, Path, str, str, str]]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
             yield _GROUPS / "memory", Path(path), *names
         elif not controllers:
-            yield _GROUPS, Path(path), "memory.max", "memory.current", "inactive_file"
+            yield _GROUPS, Path(path), "memory.max", "memory.current", ""
 
 
 def _of_stat(path: Path, name: str) -> int:

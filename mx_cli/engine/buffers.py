@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable
 
-from mx_cli.base import units
+from mx_cli.base import memory, units
 from mx_cli.base.errors import NoSpace
 from mx_cli.engine.ports import Memory
 
@@ -69,6 +69,7 @@ class Pool:
     def __init__(self, size: int, *, fresh: bool = False) -> None:
         """Raises NoSpace."""
         self.size = size
+        memory.require(size, "weights")
         try:
             self._map = mmap.mmap(-1, max(HUGE, -(-size // HUGE) * HUGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:

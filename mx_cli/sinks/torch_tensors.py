@@ -170,6 +170,7 @@ def _described(name: str, kind: str, tensor: Any, pack: bool) -> Described:
     is_view = tensor.is_conj() or tensor.is_neg()
     packed = is_view or not tensor.is_contiguous()
     if packed and pack:
+        memory.require(size_of(dtype, shape), f"a copy of {name!r}")
         tensor = tensor.resolve_conj().resolve_neg().contiguous()
     elif packed and any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
         raise UsageError(f"{name!r} is expanded: several of its elements are one in memory", hint="make a copy of it")

@@ -18,7 +18,15 @@ from typing import Any
 import pytest
 
 import mx_cli
-from mx_cli.base.errors import Incompatible, IntegrityError, MxError, NoPeer, TransportFailed, UsageError
+from mx_cli.base.errors import (
+    Incompatible,
+    IntegrityError,
+    MissingCapability,
+    MxError,
+    NoPeer,
+    TransportFailed,
+    UsageError,
+)
 from mx_cli.transport.nixl import Agent
 from tests.rig import cachecheck, capabilities, limits, servers
 from tests.rig.serving import eventually, slow
@@ -440,7 +448,7 @@ def test_an_expanded_target_is_refused_by_name(place: Path) -> None:
 def test_memory_that_is_taken_away_ends_nobody(place: Path, path: str) -> None:
     with tensor_source(place, "filled:8", "bf16") as source:
         source.tell("take away", "filled:8", name="w")
-        with pytest.raises((TransportFailed, IntegrityError)):
+        with pytest.raises((TransportFailed, IntegrityError, MissingCapability)):
             Reader(source, "filled:8", place, path).pull()
         assert Reader(source, "bf16", place, path).pull()
         assert source.end() == 0
@@ -821,6 +829,26 @@ def test_a_target_of_512_mib_in_712(large: TensorSource, place: Path, path: str)
         command = [*prefix, sys.executable, "-c", INTO_512, *arguments]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
         assert ended.returncode == 0, ended.stderr
+
+
+TOO_MUCH = """
+import sys, mx_cli
+from mx_cli.base.errors import NoSpace
+try:
+    mx_cli.pull(sys.argv[1], peers=sys.argv[2:3], cache_dir=sys.argv[3], routes=["peer"])
+except NoSpace as error:
+    print(error.what)
+"""
+
+
+@capability("memory-cgroup")
+def test_what_does_not_fit_is_said_before_the_kernel_ends_the_process(large: TensorSource, place: Path) -> None:
+    with limits.memory(400 * MIB) as prefix:
+        peer = large.peers["filled:512"]
+        arguments = [peer["identities"]["content"], peer["address"], str(place / "cache")]
+        command = [*prefix, sys.executable, "-c", TOO_MUCH, *arguments]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+        assert "no memory for weights (need 512 MiB, at most " in ended.stdout, (ended.returncode, ended.stderr)
 
 
 def test_l07_peer_then_cache_then_origin(place: Path, tmp_path: Path, path: str) -> None:

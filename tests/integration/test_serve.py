@@ -15,7 +15,7 @@ import pytest
 
 from mx_cli.discovery.directory import FileDirectory
 from mx_cli.model.record import Record
-from tests.rig import netns, servers
+from tests.rig import limits, netns, servers
 from tests.rig.netns import Namespace
 from tests.rig.scripted import Asked, scripted
 from tests.rig.serving import Hosts, Served, eventually, slow
@@ -145,6 +145,14 @@ def test_v02_a_link_local_address_is_refused(hosts: Hosts, model: Path, token: P
     command = ("serve", model, "--listen", "[fe80::7%lo]:0", "--peer-token-file", token)
     refused = hosts(*command, prefix=("unshare", "--net", "sh", "-c", inside, "sh")).exits(2)
     assert "a link-local address means nothing on other hosts" in refused.err
+
+
+@capability("memory-cgroup")
+def test_weights_that_do_not_fit_into_memory(hosts: Hosts, tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", size=256 * MIB)
+    with limits.memory(200 * MIB) as prefix:
+        refused = hosts("serve", model, "--device", "cpu", prefix=prefix).exits(15)
+    assert re.search(r"no memory for weights \(need 25\d MiB, at most \d+ MiB can be had\)", refused.err)
 
 
 def test_v02_others_only_with_a_secret(hosts: Hosts, model: Path, token: Path) -> None:
