@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 import typer
 
 from mx_cli.base.config import read_path
+from mx_cli.base.errors import UsageError
 from mx_cli.cli.become import become, check_program, check_stray
 from mx_cli.cli.options import CACHE, ELECTION, ORIGIN, PEER, PEERS, TRANSFER, command
 from mx_cli.cli.session import Session
@@ -53,7 +54,6 @@ def prefetch(
     ] = None,
 ) -> None:
     """Bring a checkpoint into the shared cache, once; print its directory."""
-    from mx_cli.base.errors import UsageError
     from mx_cli.flows import prefetch as flow
     from mx_cli.flows.deliver import withdraw_result
     from mx_cli.flows.request import Request
@@ -72,35 +72,45 @@ def prefetch(
         everything=everything,
         verify=verify,
         pin=pin,
-        to=read_path(to) if to else None,
-        link=read_path(link) if link else None,
+        to=_place("--to", to),
+        link=_place("--link", link),
         sources=tuple(word.strip() for word in (from_ or "").split(",") if word.strip()),
         hf_cache=None if hf_cache is None else Path(hf_cache),
     )
+    result_file = _place("--result", result)
+    if result_file and result_file in (request.to, request.link):
+        raise UsageError(f"--result {result} and --{'to' if result_file == request.to else 'link'} are the same path")
     if dry_run:
         preview = flow.preview(request, context)
         session.answer(preview.text(), preview.to_json())
         return
     if cmd:
         check_program(cmd[0], session.resolved.environ)
-    if result:
+    if result_file:
         # Who finds it knows that this run has succeeded.
-        withdraw_result(read_path(result))
+        withdraw_result(result_file)
     outcome = flow.prefetch(request, context)
-    _report(session, outcome, result, bool(cmd))
+    _report(session, outcome, result_file, bool(cmd))
     if cmd:
         identity = outcome.identity.get("content") or outcome.identity.get("origin") or ""
         become(session, cmd, outcome.directory, identity)
 
 
-def _report(session: Session, outcome: Outcome, result: str | None, has_command: bool) -> None:
+def _place(option: str, text: str | None) -> Path | None:
+    """The path that an option names. An empty one is a variable that the caller forgot to set, and is refused."""
+    if text == "":
+        raise UsageError(f"{option} is empty", hint="leave it out, or give a path")
+    return None if text is None else read_path(text)
+
+
+def _report(session: Session, outcome: Outcome, result: Path | None, has_command: bool) -> None:
     from mx_cli.base.events import Notice
     from mx_cli.flows.deliver import write_result
 
     session.emit(Notice(outcome.summary()))
     document = outcome.to_json()
     if result:
-        write_result(read_path(result), document)
+        write_result(result, document)
     if has_command:
         # Whoever takes this process over owns its stdout.
         session.conclude(str(outcome.directory))

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote_to_bytes
 
 from mx_cli.base import canonical
 from mx_cli.base.config import Settings, read_path
@@ -19,16 +20,30 @@ from mx_cli.cache.layout import Cache, Model, make_dirs, ref_file, write_atomic
 from mx_cli.flows.request import Request
 from mx_cli.model.manifest import FileRecord, Manifest
 from mx_cli.model.paths import fault
+from mx_cli.sources.files import LEFT_OUT
 
 
 def check(request: Request, uri: str, root: Path) -> None:
     """Refuse, before anything is fetched, what could not be delivered. Raises UsageError."""
     if request.link:
         place_of_link(request.link)
-    if request.to and Path(os.path.realpath(request.to)).is_relative_to(os.path.realpath(root)):
+    if request.to and _below(request.to, root) is not None:
         raise UsageError(f"--to {request.to} lies inside the cache {root}", hint="the cache's own directories are mx's")
+    if uri.startswith("file://"):
+        # What is put there would be part of what is fetched the next time.
+        origin = Path(os.fsdecode(unquote_to_bytes(uri.removeprefix("file://"))))
+        for name, place in (("--to", request.to), ("the cache", root)):
+            parts = _below(place, origin) if place else None
+            if parts is not None and not LEFT_OUT & set(parts):
+                raise UsageError(f"{name} {place} lies inside the origin {origin}", hint="choose another place for it")
     if request.hf_cache is not None:
         check_hub(uri)
+
+
+def _below(place: Path, directory: Path) -> tuple[str, ...] | None:
+    """The components that lead from a directory down to a place, None when the place lies elsewhere."""
+    real, top = Path(os.path.realpath(place)), os.path.realpath(directory)
+    return real.relative_to(top).parts if real.is_relative_to(top) else None
 
 
 def place_of_link(path: Path) -> Path:

@@ -18,7 +18,7 @@ from mx_cli.model.manifest import Entry, Listing, revision_of
 from mx_cli.sources.origin import Context, Named, at_revision, no_versions, read_small
 from mx_cli.sources.uri import Uri
 
-_LEFT_OUT = frozenset({".cache", ".git"})
+LEFT_OUT = frozenset({".cache", ".git"})
 _GONE = frozenset({errno.ENOENT, errno.ENOTDIR})
 _AGAIN = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN})
 _SMALL = 1 << 20
@@ -75,7 +75,7 @@ class Files(Named):
             path = os.path.join(directory, name)
             if not is_unicode(name):
                 raise UsageError(f"{path!r}: a file name that is not Unicode")
-            if name in _LEFT_OUT or name.endswith(".incomplete"):
+            if name in LEFT_OUT or name.endswith(".incomplete"):
                 continue
             status = self._stat(path)
             if stat.S_ISREG(status.st_mode):

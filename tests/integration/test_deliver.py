@@ -737,3 +737,42 @@ def test_what_cannot_be_delivered_is_refused_before_the_download(mx: Mx, hub: se
         result = mx("prefetch", *words, env=hub.env).exits(2)
         assert "Traceback" not in result.err
     assert hub.bytes_served("model") == 0
+
+
+@pytest.mark.parametrize("option", ["--to", "--link", "--result", "--pin", "--cache-dir"])
+def test_an_option_whose_variable_was_never_set_is_refused(mx: Mx, hub: servers.Hub, option: str) -> None:
+    """`--link "$PLACE"` without PLACE: an exit code 0 would say that there is a link."""
+    hub.commit(SMALL)
+    result = mx("prefetch", hub.uri, option, "", env=hub.env).exits(2)
+    assert "empty" in result.err or "''" in result.err
+    assert hub.bytes_served("model") == 0
+    variable = f"MX_{option.removeprefix('--').upper()}"
+    if option != "--cache-dir":
+        mx("prefetch", hub.uri, env=hub.env | {variable: ""}).ok()
+
+
+def test_a_result_where_something_else_will_be_is_refused(mx: Mx, hub: servers.Hub, tmp_path: Path) -> None:
+    hub.commit(SMALL)
+    for option in ("--link", "--to"):
+        result = mx("prefetch", hub.uri, option, tmp_path / "x", "--result", tmp_path / "x", env=hub.env).exits(2)
+        assert "same path" in result.err
+    assert os.listdir(tmp_path / "mx" / "home") == []
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("where", [".", "sub", "sub/new"])
+@pytest.mark.parametrize("option", ["--to", "--cache-dir"])
+def test_nothing_is_put_into_a_directory_that_is_the_origin(mx: Mx, tmp_path: Path, option: str, where: str) -> None:
+    """It would be fetched the next time; and --to would put the cache's files in the place of the origin's own."""
+    origin = tmp_path / "the origin"
+    for name, data in SMALL.items():
+        (origin / name).parent.mkdir(parents=True, exist_ok=True)
+        (origin / name).write_bytes(data)
+    inodes = {path: path.stat().st_ino for path in origin.rglob("*")}
+    (tmp_path / "link").symlink_to(origin)
+    for spelled in (origin, tmp_path / "link", origin.as_uri()):
+        assert "inside the origin" in mx("prefetch", spelled, option, origin / where).exits(2).err
+    assert {path: path.stat().st_ino for path in origin.rglob("*")} == inodes
+    # Directories of that name are no part of a model.
+    mx("prefetch", origin, "--cache-dir", origin / ".cache" / "mx").ok()
+    mx("prefetch", origin, "--to", tmp_path / "beside").ok()
