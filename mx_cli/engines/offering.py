@@ -45,6 +45,7 @@ class Offering:
         self._content = ""
         self._module: Any = None
         self._directory: Path | None = None
+        self._asked = False
         self._open: Handle | Serving | None = None
 
     @property
@@ -86,14 +87,21 @@ class Offering:
     # -- from then on --------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Offer what is held, from a thread of its own: the engine is not held up."""
-        if self._tensors or self._directory:
-            threading.Thread(target=self.offer, name="mx-offer", daemon=True).start()
+        """Offer what is held, from a thread of its own: the engine is not held up. A withdrawal that comes first wins."""
+        with self._lock:
+            self._asked = True
+            if self._tensors or self._directory:
+                threading.Thread(target=self._offer_if_asked, name="mx-offer", daemon=True).start()
 
     def offer(self) -> None:
         """Offer what is held, if it still is what it was. Blocks while it is hashed; idempotent."""
         with self._lock:
-            if self._open or not (self._tensors or self._directory):
+            self._asked = True
+            self._offer_if_asked()
+
+    def _offer_if_asked(self) -> None:
+        with self._lock:
+            if self._open or not self._asked or not (self._tensors or self._directory):
                 return
             try:
                 self._open = self._of_files() if self._directory else self._of_tensors()
@@ -103,7 +111,10 @@ class Offering:
     def withdraw(self, why: str) -> None:
         """Nobody reads when this returns, and no memory is registered. Blocks for a moment; files stay offered."""
         with self._lock:
-            if self._open and not self._directory:
+            if self._directory:
+                return
+            self._asked = False
+            if self._open:
                 self._close()
                 self._log(f"{self._who}: no longer served: {why}")
 
@@ -116,6 +127,7 @@ class Offering:
     def close(self) -> None:
         """End everything. Idempotent."""
         with self._lock:
+            self._asked = False
             self._close()
             self._tensors, self._named, self._directory = {}, None, None
 

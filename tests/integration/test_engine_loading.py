@@ -15,7 +15,7 @@ from mx_cli.engines.offering import Offering
 from mx_cli.engines.options import options_of
 from mx_cli.flows.in_process import process_context
 from tests.rig.checkpoints import make_safetensors, noise
-from tests.rig.serving import slow
+from tests.rig.serving import eventually, slow
 from tests.support import capability
 
 pytestmark = capability("torch")
@@ -350,6 +350,21 @@ def test_withdrawn_weights_come_back_and_dropped_ones_do_not(start: Callable[...
     one.offering.drop("other weights")
     one.offering.offer()
     assert one.offering.address == ""
+
+
+def test_a_withdrawal_before_the_offer_has_begun_wins(start: Callable[..., Start]) -> None:
+    """The engine's memory may be gone when the thread that offers it comes to run."""
+    one = start(serve=True)
+    one.run()
+    with one.offering._lock:
+        one.offering.begin()
+        one.offering.withdraw("the engine sleeps")
+    for thread in threading.enumerate():
+        if thread.name == "mx-offer":
+            thread.join(30)
+    assert one.offering.address == ""
+    one.offering.begin()
+    eventually(lambda: one.offering.address)
 
 
 def test_an_address_for_others_without_a_secret_is_found_out_at_once(start: Callable[..., Start]) -> None:
