@@ -6,15 +6,19 @@ import errno
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.rig import limits, servers
+import mx_cli
+from mx_cli.base.errors import Incompatible, MxError, NotFound, TransportFailed
+from tests.rig import capabilities, limits, servers
+from tests.rig import tensor_parallel as tp
 from tests.rig.big_file import big_file
-from tests.rig.serving import Hosts
+from tests.rig.serving import Hosts, slow
 from tests.support import MIB, Result, capability, checkpoint_files, make_checkpoint, tree
 
 
@@ -258,3 +262,143 @@ def test_what_breaks_off_is_read_on(hosts: Hosts, hub: servers.Hub, tmp_path: Pa
     hub.flags("cutonce=300000")
     hosts("pull", hub.uri, "--route", "stream", "--to", tmp_path / "out", env=hub.env).ok()
     assert contents(tmp_path / "out") == files
+
+
+# --- into memory -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def here(tmp_path: Path, hosts: Hosts, hub: servers.Hub, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Settings of a reader in this process, on host b."""
+    if not capabilities.have("torch"):
+        pytest.skip("missing: torch")
+    for name in [name for name in os.environ if name.startswith("MX_")]:
+        monkeypatch.delenv(name)
+    for name, value in {**hub.env, "HOME": str(tmp_path), "XDG_RUNTIME_DIR": str(hosts.runtime)}.items():
+        monkeypatch.setenv(name, value)
+    return {
+        "cache_dir": str(hosts.cache("b")), "discovery": f"dir:{hosts.directory}", "node_name": "b", "retry_for": 0.2,
+    }  # fmt: skip
+
+
+def zeros(whole: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    return {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+
+
+def tried(received: Any) -> list[tuple[str, bool]]:
+    return [(one.route, one.taken) for one in received.attempts]
+
+
+@pytest.mark.parametrize("rank", [None, "1/2"])
+def test_sources_of_tensors_go_away_one_by_one(
+    rank: str | None, hosts: Hosts, hub: servers.Hub, tmp_path: Path, here: dict[str, Any]
+) -> None:
+    whole = tp.write(tmp_path / "model")
+    expected = whole if rank is None else tp.shares(whole, 1, 2)
+    revision = hub.commit(tmp_path / "model")
+    for host in ("a", "b"):
+        hosts("prefetch", hub.uri, host=host, env=hub.env).ok()
+    served = hosts.serve(f"{hub.uri}@{revision}", "--offline", host="a", env=hub.env)
+
+    def pulled(**more: Any) -> list[tuple[str, bool]]:
+        target = zeros(expected)
+        received = mx_cli.pull_into(target, hub.uri, revision=revision, rank=rank, **{**here, **more})
+        assert not tp.differing(target, expected)
+        return tried(received)
+
+    assert pulled() == [("peer", True)]
+    served.stop()
+    assert pulled() == [("peer", False), ("cache", True)]
+    shutil.rmtree(hosts.cache("b"))
+    last = "origin" if rank is None else "stream"
+    assert pulled() == [("peer", False), ("cache", False), (last, True)]
+    (tmp_path / "blocked").write_text("a file")
+    without_cache = {"cache_dir": str(tmp_path / "blocked" / "cache")}
+    if rank is None:
+        assert pulled(**without_cache) == [("peer", False), ("cache", False), ("origin", False), ("stream", True)]
+    assert pulled(routes=["stream"], **without_cache) == [("stream", True)]
+    shutil.rmtree(hosts.cache("b"), ignore_errors=True)
+    hub.server.process.kill()
+    hub.server.process.wait()
+    with pytest.raises(MxError) as caught:
+        pulled()
+    assert all(f"{name}: " in caught.value.what for name in ("peer", "cache", last))
+
+
+@pytest.mark.parametrize("rank", [None, "0/2"])
+def test_a_peer_that_dies_under_way_is_followed_by_the_next_route(
+    rank: str | None, hosts: Hosts, hub: servers.Hub, tmp_path: Path, here: dict[str, Any]
+) -> None:
+    """What it had written is written again, all of it."""
+    whole = tp.write(tmp_path / "model")
+    expected = whole if rank is None else tp.shares(whole, 0, 2)
+    revision = hub.commit(tmp_path / "model")
+    hosts("prefetch", hub.uri, host="a", env=hub.env).ok()
+    served = hosts.serve(hub.uri, host="a", env=hub.env)
+    target = zeros(expected)
+    found: list[Any] = []
+
+    def read(address: str) -> None:
+        found.append(
+            mx_cli.pull_into(
+                target, hub.uri, revision=revision, rank=rank, peers=[address], path="socket",
+                routes=["peer", "stream"], connect_timeout=2.0, peer_stall_timeout=2.0, **here,
+            )
+        )  # fmt: skip
+
+    with slow(served.address, MIB) as relay:
+        reader = threading.Thread(target=read, args=[relay.address])
+        reader.start()
+        relay.wait_full()
+        served.running.kill()
+        relay.go()
+        reader.join(60)
+    (received,) = found
+    assert tried(received) == [("peer", False), ("stream", True)]
+    assert not tp.differing(target, expected)
+
+
+def test_what_a_route_began_is_not_left_half_done_by_the_next(
+    hub: servers.Hub, tmp_path: Path, here: dict[str, Any]
+) -> None:
+    """With allow_missing the store may lack what a peer had begun to write: that is no success."""
+    import torch
+
+    whole = tp.write(tmp_path / "model")
+    revision = hub.commit(tmp_path / "model")
+    more = {**whole, "made in training": torch.ones(4 << 20)}
+    errors: list[MxError] = []
+
+    def read(address: str) -> None:
+        try:
+            mx_cli.pull_into(
+                zeros(more), hub.uri, revision=revision, peers=[address], path="socket", routes=["peer", "stream"],
+                allow_missing=True, connect_timeout=2.0, peer_stall_timeout=2.0, **here,
+            )  # fmt: skip
+        except MxError as error:
+            errors.append(error)
+
+    with mx_cli.serve(more, origin=(hub.uri, revision), **here) as peer, slow(peer.address, MIB) as relay:
+        reader = threading.Thread(target=read, args=[relay.address])
+        reader.start()
+        relay.wait_full()
+        relay.close()
+        reader.join(60)
+    (error,) = errors
+    assert isinstance(error, (Incompatible, TransportFailed))
+    assert "stream: it lacks made in training, which another route began to fill" in error.what
+
+
+def test_content_cannot_be_told_before_it_is_read(
+    hosts: Hosts, hub: servers.Hub, tmp_path: Path, here: dict[str, Any]
+) -> None:
+    tp.write(tmp_path / "model")
+    hub.commit(tmp_path / "model")
+    content = hosts("hash", tmp_path / "model", "--kind", "content").ok().out.strip()
+    with pytest.raises(Incompatible, match="known only when all of it was read"):
+        mx_cli.pull(content, origin=hub.uri, routes=["stream"], **here)
+    with pytest.raises(NotFound, match="offline"):
+        mx_cli.pull(hub.uri, routes=["stream"], offline=True, **here)
+    assert mx_cli.pull(content, origin=hub.uri, **here).keys() == tp.SHAPES.keys()
