@@ -40,7 +40,7 @@ class Cut:
 
 def parse_rank(text: str) -> tuple[int, int]:
     """(rank, ranks) of `r/n`, ranks counted from 0. Raises UsageError."""
-    found = _RANK.fullmatch(text)
+    found = _RANK.fullmatch(text) if isinstance(text, str) else None
     rank, ranks = (int(found[1]), int(found[2])) if found else (0, 0)
     if not rank < ranks:
         raise UsageError(f"not a rank: {text!r}", hint="r/n, counted from 0: the second of four is 1/4")

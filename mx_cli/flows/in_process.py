@@ -12,7 +12,7 @@ from mx_cli.base.cancel import Stop
 from mx_cli.base.config import resolve
 from mx_cli.base.errors import MissingCapability, UsageError
 from mx_cli.base.events import Event
-from mx_cli.flows.context import Context
+from mx_cli.flows.context import Context, is_immutable
 from mx_cli.flows.cuts import cut_of
 from mx_cli.flows.described import Described, Named, describe_holding
 from mx_cli.flows.serving import Offer, Serving
@@ -243,7 +243,9 @@ def serve(
     """
     require_torch()
     context = process_context(settings)
-    uri, revision = origin or ("", "")
+    uri, revision = _origin(origin)
+    if not isinstance(max_readers, int) or max_readers < 1:
+        raise UsageError(f"not a number of readers: {max_readers!r}")
     known = _config(config)
     if rank is None and (rules is not None or whole):
         raise UsageError("rules without a rank")
@@ -254,9 +256,31 @@ def serve(
     cut = None if rank is None else cut_of(rank, rules, lambda: known)
     shapes = {name: tuple(shape) for name, shape in (whole or {}).items()}
     stage, layout = model_layout.layout(stage, layout or {})
-    named = Named(known, stage, layout, context.origin(uri).uri if uri else "", revision, cut, shapes)
+    uri = context.origin(uri).uri if uri else ""
+    if revision and not is_immutable(uri, revision):
+        raise UsageError(
+            f"origin {uri}: {revision!r} is a moving name, and says of no weights which they are",
+            hint="give the commit",
+        )
+    named = Named(known, stage, layout, uri, revision, cut, shapes)
     offer = Offer(listen, advertise, max_readers, name)
     return Handle(source, context, offer, named, all_buffers)
+
+
+def model_text(model: str | os.PathLike[str]) -> str:
+    """A directory, a file, a URI or an identity as text. Raises UsageError for anything else."""
+    text = os.fspath(model) if isinstance(model, (str, os.PathLike)) else None
+    if not isinstance(text, str):
+        raise UsageError(f"not a model: {model!r}", hint="a directory, a file, a URI or an identity")
+    return text
+
+
+def _origin(origin: Any) -> tuple[str, str]:
+    if origin is None:
+        return "", ""
+    if not (isinstance(origin, (tuple, list)) and len(origin) == 2 and all(isinstance(one, str) for one in origin)):
+        raise UsageError(f"not an origin: {origin!r}", hint="origin=(URI, revision)")
+    return origin[0], origin[1]
 
 
 def require_torch() -> None:

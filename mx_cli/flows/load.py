@@ -11,7 +11,7 @@ from mx_cli.engine.many import Bell
 from mx_cli.flows.catalog import Catalog, catalog, found_config, member
 from mx_cli.flows.context import Context
 from mx_cli.flows.cuts import cut_of
-from mx_cli.flows.in_process import process_context, require_torch
+from mx_cli.flows.in_process import model_text, process_context, require_torch
 from mx_cli.flows.mapped import mapped_tensors
 from mx_cli.flows.pull_memory import move
 from mx_cli.flows.pull_tensors import device_number, own_tensors, put_on_gpu
@@ -62,6 +62,7 @@ def load(
     UsageError for weights that are not safetensors, NoSpace.
     """
     require_torch()
+    model = model_text(model)
     context = process_context(settings)
     index = device_number(device)
     if group is not None:

@@ -15,7 +15,7 @@ from mx_cli.flows.catalog import catalog, member
 from mx_cli.flows.context import Context
 from mx_cli.flows.data_path import Wish
 from mx_cli.flows.holdings import local_holding
-from mx_cli.flows.in_process import merged, process_context, require_torch
+from mx_cli.flows.in_process import merged, model_text, process_context, require_torch
 from mx_cli.flows.parts import named_as_in, named_by_part
 from mx_cli.flows.peering import Peering
 from mx_cli.flows.pull import Pull, PullRequest
@@ -156,7 +156,7 @@ def request_of(
 ) -> PullRequest:
     """The same wishes as the options of `mx pull`. One word is as good as a list of one."""
     wish = Wish(_listed(peers), path, frozenset(_listed(require)))
-    return PullRequest(model, wish, revision, origin, None, _listed(routes))
+    return PullRequest(model_text(model), wish, revision, origin, None, _listed(routes))
 
 
 def _listed(words: Sequence[str]) -> tuple[str, ...]:
@@ -302,8 +302,9 @@ def own_tensors(
     return Layout(joined(targets), chosen, finish, block=block)
 
 
-def device_number(text: str) -> int:
-    """HOST, or the GPU's number. Raises UsageError."""
+def device_number(device: Any) -> int:
+    """HOST, or the GPU's number, of a text or torch's own device. Raises UsageError."""
+    text = str(device)
     kind, _, number = text.partition(":")
     if kind == "cpu" and not number:
         return HOST

@@ -18,7 +18,7 @@ from mx_cli.engine.run import Limits, Transfer, cores
 from mx_cli.flows.bounds import BESIDE, CONNECTION, memory_limit
 from mx_cli.flows.catalog import Catalog, catalog, member
 from mx_cli.flows.context import Context
-from mx_cli.flows.in_process import process_context, require_torch
+from mx_cli.flows.in_process import model_text, process_context, require_torch
 from mx_cli.flows.load import chosen_tensors
 from mx_cli.flows.pull_memory import close, locked
 from mx_cli.flows.pull_tensors import device_number, put_on_gpu
@@ -60,6 +60,7 @@ def stream(
     the iterator ends the reading.
     """
     require_torch()
+    model = model_text(model)
     context = process_context(settings if memory is None else {**settings, "memory": memory})
     index = device_number(device)
     limit = memory_limit(context)

@@ -474,6 +474,17 @@ def test_arguments_that_mean_nothing(place: Path) -> None:
             mx_cli.pull_into(target, "mx1c-" + "0" * 32, **wrong, **settings(place))
     with pytest.raises(UsageError, match="cuda:x"):
         mx_cli.pull("mx1c-" + "0" * 32, device="cuda:x", **settings(place))
+    with pytest.raises(UsageError, match="not a model: 7"):
+        mx_cli.pull(7, **settings(place))
+    for wrong, said in (
+        ({"origin": "hf://org/name"}, "not an origin"),
+        ({"origin": ("hf://org/name", "main")}, "'main' is a moving name"),
+        ({"max_readers": 0}, "not a number of readers: 0"),
+        ({"max_readers": "4"}, "not a number of readers: '4'"),
+        ({"rank": 1, "origin": ("s3://b/k", "r")}, "not a rank: 1"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            mx_cli.serve(target, **wrong, **settings(place))
 
 
 def test_inference_tensors_and_gradients(source: TensorSource, place: Path) -> None:

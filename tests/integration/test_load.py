@@ -124,6 +124,14 @@ def test_index_and_shards(way: Callable[..., dict[str, Any]], tmp_path: Path) ->
     assert_same(way(tmp_path / "m"), tmp_path / "m")
 
 
+def test_paths_and_devices_of_other_libraries(tmp_path: Path) -> None:
+    make_safetensors(tmp_path / "model.safetensors", {"w": ("F32", [5], None)})
+    device = torch.device("cpu")
+    loaded = mx_cli.load(tmp_path, device=device, cache_dir=str(tmp_path / "cache"))
+    streamed = dict(mx_cli.stream(tmp_path / "model.safetensors", device=device, cache_dir=str(tmp_path / "cache")))
+    assert raw(loaded["w"]) == raw(streamed["w"]) == bytes_of(tmp_path)["w"]
+
+
 def test_some_names_only(way: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     make_safetensors(tmp_path / "model.safetensors", {f"t{i}": ("U8", [70_001], None) for i in range(9)})
     expected = bytes_of(tmp_path)
