@@ -146,8 +146,7 @@ class Session:
         self._documented = self.as_json
         if out:
             try:
-                sys.stdout.write(out + "\n")
-                sys.stdout.flush()
+                _print(out)
             except BrokenPipeError:
                 raise
             except OSError as error:
@@ -228,6 +227,17 @@ class Session:
         if path and sentence:
             with contextlib.suppress(OSError):
                 path.write_bytes(sentence.encode(errors="backslashreplace")[:TERMINATION_LIMIT])
+
+
+def _print(out: str) -> None:
+    """The answer and a newline on stdout; a name as the file system has it, where stdout's encoding has no such letter."""
+    try:
+        out.encode(sys.stdout.encoding)
+    except UnicodeError:
+        sys.stdout.buffer.write(os.fsencode(out) + b"\n")
+    else:
+        sys.stdout.write(out + "\n")
+    sys.stdout.flush()
 
 
 def _json(document: Mapping[str, Any]) -> str:

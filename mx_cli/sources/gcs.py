@@ -57,18 +57,19 @@ class Gcs(Store):
     def _below(self, stop: Stop) -> tuple[Entry, ...]:
         prefix = f"{self._uri.path}/" if self._uri.path else ""
         rows: list[dict[str, Any]] = []
+        asked: set[str] = set()
         token = ""
-        while True:
+        while token not in asked:
             stop.check()
+            asked.add(token)
             query = {"prefix": prefix, "maxResults": _PAGE, "fields": f"nextPageToken,items({_FIELDS})"}
             page = self._json("", {**query, "pageToken": token} if token else query, "")
             rows += page.get("items") or []
-            following = str(page.get("nextPageToken") or "")
-            if not following:
+            token = str(page.get("nextPageToken") or "")
+            if not token:
                 break
-            if following == token:
-                raise IntegrityError(f"{self._uri.shown}: the listing does not advance")
-            token = following
+        else:
+            raise IntegrityError(f"{self._uri.shown}: the listing does not advance")
         wanted = [row for row in rows if _name(row).startswith(prefix) and not _name(row).endswith("/")]
         found = [_entry(_name(row).removeprefix(prefix), row, self._uri.shown) for row in wanted]
         return tuple(sorted(found, key=lambda item: item.path.encode("utf-8", "surrogatepass")))

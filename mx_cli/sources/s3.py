@@ -72,11 +72,13 @@ class S3(Store):
         prefix = f"{self._uri.path}/" if self._uri.path else ""
         objects: list[Found] = []
         after: dict[str, str] | None = {}
+        starts: list[dict[str, str]] = []
         while after is not None:
             stop.check()
-            page = self._page(prefix, after)
-            if page.after == after:
+            if after in starts:
                 raise IntegrityError(f"{self._uri.shown}: the listing does not advance")
+            starts.append(after)
+            page = self._page(prefix, after)
             objects += page.objects
             after = page.after
         # Keys with a slash at the end stand for folders that somebody made by hand.

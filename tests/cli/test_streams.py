@@ -529,6 +529,20 @@ def test_a_name_that_is_no_text_leaves_one_json_document(mx: Mx) -> None:
         assert "\udcff" in result.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1:strict", "utf-8"])
+def test_the_directory_is_named_whatever_the_encoding_of_stdout(mx: Mx, tmp_path: Path, encoding: str) -> None:
+    """A script takes it as a path: the file system's bytes, not a picture of them."""
+    (tmp_path / "x.json").write_text("{}")
+    cache = tmp_path / "模型"
+    command = [sys.executable, "-m", "mx_cli", "prefetch", str(tmp_path / "x.json"), "--cache-dir", str(cache)]
+    env = clean_env(mx.home, mx.cache, {"PYTHONIOENCODING": encoding})
+    for options in ([], ["--dry-run"]):
+        done = subprocess.run([*command, *options], env=env, capture_output=True)
+        assert done.returncode == 0, done.stderr
+        assert b"Traceback" not in done.stderr
+        assert os.path.isdir(done.stdout.splitlines()[0]) or options
+
+
 def test_stdout_without_space_is_no_bug(mx: Mx) -> None:
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "mx_cli", "config"]

@@ -18,7 +18,7 @@ from mx_cli.engine.ports import ReadItem
 from mx_cli.sources.gcs_token import Token
 from tests.rig import servers
 from tests.rig.origins import opened
-from tests.rig.scripted import scripted
+from tests.rig.scripted import Asked, scripted
 
 
 def test_digests_and_generations(gcs: servers.Gcs) -> None:
@@ -195,3 +195,14 @@ def test_p26_the_search_for_credentials_ends(monkeypatch: pytest.MonkeyPatch, tm
         opened("gs://bucket/m", {}).listing(None, Stop())
     assert time.monotonic() - begun < 8
     assert "--anon" in caught.value.hint
+
+
+def test_pages_that_lead_in_a_circle() -> None:
+    def answer(asked: Asked) -> None:
+        token = "b" if "pageToken=a" in asked.path else "a"
+        row = {"name": f"m/{token}", "size": "1", "generation": "1"}
+        asked.say(200, json.dumps({"items": [row], "nextPageToken": token}).encode())
+
+    with scripted(answer) as server, pytest.raises(IntegrityError, match="does not advance"):
+        opened("gs://b/m/", {"STORAGE_EMULATOR_HOST": server.url}).listing(None, Stop())
+    assert len(server.asked) == 3

@@ -24,6 +24,7 @@ from mx_cli.sources.registry import OpenOrigin
 from tests.rig import servers
 from tests.rig.checkpoints import noise
 from tests.rig.origins import opened
+from tests.rig.scripted import Asked, scripted
 from tests.rig.servers import request
 from tests.support import ROOT
 
@@ -373,3 +374,17 @@ def test_the_region_of_the_configuration_file(s3: servers.S3, aws: Path) -> None
         listed(s3, env={**env, **extra})
         assert isinstance(s3, servers.S3Stub)
         assert s3.log()[-1]["region"] == region
+
+
+def test_pages_that_lead_in_a_circle() -> None:
+    def answer(asked: Asked) -> None:
+        token = "b" if "continuation-token=a" in asked.path else "a"
+        row = f"<Contents><Key>m/{token}</Key><Size>1</Size></Contents><NextContinuationToken>{token}"
+        asked.say(
+            200,
+            f"<ListBucketResult><IsTruncated>true</IsTruncated>{row}</NextContinuationToken></ListBucketResult>".encode(),
+        )
+
+    with scripted(answer) as server, pytest.raises(IntegrityError, match="does not advance"):
+        opened("s3://b/m/", {}, endpoint_url=server.url, anon=True).listing(None, Stop())
+    assert len(server.asked) == 3
