@@ -53,14 +53,15 @@ def test_a_directory_and_a_part_of_it(tmp_path: Path) -> None:
     assert said == [{"sha256": digest({name: whole[name] for name in names})}] * 2
 
 
-def test_each_rank_keeps_its_part(tmp_path: Path, s3stub: Any) -> None:
-    """Two ranks of a tensor-parallel group: each has its columns, of rows that were read once."""
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_each_rank_keeps_its_part(tmp_path: Path, s3stub: Any, ranks: int) -> None:
+    """Of a tensor-parallel group each has its columns, of rows that were read once; of four, two share a head."""
     store, model, whole = stored(tmp_path, s3stub)
-    ranks = {rank: {"rank": f"{rank}/2"} for rank in range(2)}
-    with Group(tmp_path / "group", 2, model, env=store.env, odd=ranks) as group:
+    odd = {rank: {"rank": f"{rank}/{ranks}"} for rank in range(ranks)}
+    with Group(tmp_path / "group", ranks, model, env=store.env, odd=odd) as group:
         group.wait_there()
-        said = [group.line(rank) for rank in range(2)]
-    assert said == [{"sha256": digest(tp.shares(whole, rank, 2))} for rank in range(2)]
+        said = [group.line(rank) for rank in range(ranks)]
+    assert said == [{"sha256": digest(tp.shares(whole, rank, ranks))} for rank in range(ranks)]
     headers = 2 * (256 << 10)
     files = sum(file.stat().st_size for file in (tmp_path / "model").glob("*.safetensors"))
     assert tp.size(whole) <= store.bytes_served("safetensors") <= files + headers
