@@ -45,6 +45,9 @@ class MxError(Exception):
         self.what = what
         self.hint = hint or self.default_hint
         self.via = via
+        if self.hint:
+            # A traceback of Python shows it too.
+            self.add_note(f"hint: {self.hint}")
 
     @property
     def exit_code(self) -> int:

@@ -7,12 +7,14 @@ import os
 
 from mx_cli.base.errors import FilesystemRefused, MxError, NoSpace
 
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 def explain(error: OSError, what: str) -> MxError:
     """NoSpace for a full disk or quota, FilesystemRefused for everything else. `what` says what was being done."""
     said = error.strerror or str(error)
+    if error.errno == errno.EFBIG:
+        return NoSpace(f"{what}: {said}", hint="ulimit -f, or a file system without such large files, is in the way")
     if error.errno in _FULL:
         return NoSpace(f"{what}: {said}", hint="free space (mx cache gc), or choose another --cache-dir")
     if error.errno in (errno.EACCES, errno.EPERM):

@@ -48,7 +48,8 @@ def check_complete(index: Index, files: Collection[str]) -> None:
     have = files if isinstance(files, (set, frozenset, dict)) else set(files)
     missing = [shard for shard in index.shards if shard not in have]
     if missing:
-        raise _incomplete(index.name, missing, len(index.shards))
+        hint = "an index alone holds no weights: give what it is in, where its shards are too" if len(have) == 1 else ""
+        raise _incomplete(index.name, missing, len(index.shards), hint)
 
 
 def check_numbered(weights: Iterable[str], files: Collection[str]) -> None:
@@ -69,10 +70,10 @@ def check_numbered(weights: Iterable[str], files: Collection[str]) -> None:
             raise _incomplete(f"{before}*-of-{total}{after}", missing, len(names))
 
 
-def _incomplete(what: str, missing: list[str], total: int) -> IntegrityError:
+def _incomplete(what: str, missing: list[str], total: int, hint: str = "") -> IntegrityError:
     return IntegrityError(
         f"shards are missing ({what}: {len(missing)} of {total} shards not there: {paths.some(missing)})",
-        hint="the checkpoint is incomplete where it was published; --include chooses other files",
+        hint=hint or "the checkpoint is incomplete where it was published; --include chooses other files",
     )
 
 

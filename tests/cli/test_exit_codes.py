@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,6 +37,17 @@ def test_x03_the_table_is_one_code_a_class() -> None:
     assert len({cls.name for cls in errors.CLASSES}) == len(errors.CLASSES)
     shown = [row[0] for row in errors.exit_codes()]
     assert shown == [*(str(code) for code in sorted(TABLE - {130})), "130, 143"]
+
+
+def test_a_traceback_of_python_shows_the_hint() -> None:
+    shown = traceback.format_exception(errors.NotFound("no such thing", hint="look elsewhere"))
+    assert shown[-2:] == ["mx_cli.base.errors.NotFound: no such thing\n", "hint: look elsewhere\n"]
+
+
+def test_x03_a_limit_of_sizes_is_no_full_disk(mx: Mx, faultd: servers.Faultd) -> None:
+    limited = ("sh", "-c", 'ulimit -f 100; exec "$@"', "sh")
+    result = mx.start("prefetch", faultd.file("ok", MIB, "x.bin"), "--json", prefix=limited).wait()
+    assert "ulimit -f" in ends(result, 15, "no-space").json()["error"]["hint"]
 
 
 def test_x03_the_help_shows_the_table(mx: Mx) -> None:

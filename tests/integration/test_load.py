@@ -132,6 +132,13 @@ def test_paths_and_devices_of_other_libraries(tmp_path: Path) -> None:
     assert raw(loaded["w"]) == raw(streamed["w"]) == bytes_of(tmp_path)["w"]
 
 
+def test_an_index_alone_says_where_the_shards_are_looked_for(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m", shards=3, size=MIB)
+    with pytest.raises(IntegrityError, match="shards are missing .*: 3 of 3") as refused:
+        mx_cli.load(tmp_path / "m" / "model.safetensors.index.json", cache_dir=str(tmp_path / "cache"))
+    assert "give what it is in" in refused.value.hint
+
+
 def test_some_names_only(way: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     make_safetensors(tmp_path / "model.safetensors", {f"t{i}": ("U8", [70_001], None) for i in range(9)})
     expected = bytes_of(tmp_path)
