@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from tests.rig import capabilities, limits, servers
 from tests.rig import tensor_parallel as tp
 from tests.rig.big_file import big_file, name_of
-from tests.rig.serving import Hosts
+from tests.rig.serving import Hosts, slow
 from tests.support import MIB, Result, capability, make_safetensors, tree
 
 if not capabilities.have("torch"):
@@ -228,3 +229,60 @@ def test_t01_a_part_keeps_to_its_memory(hosts: Hosts, tmp_path: Path) -> None:
             assert file.read(16) == bytes([index % 256]) * 16
             file.seek(start + last - 16)
             assert file.read(16) == bytes([index % 256]) * 16
+
+
+# --- faults ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("point", [1, 2, 5, 9])
+def test_a_kill_at_any_write_leaves_no_part(
+    point: int, hosts: Hosts, tmp_path: Path, fault_env: Callable[..., dict[str, str]]
+) -> None:
+    whole = tp.write(tmp_path / "model")
+    to = tmp_path / "place" / "out"
+    pull = ("pull", (tmp_path / "model").as_uri(), "--rank", "1/2", "--to", to)
+    killed = hosts(*pull, env=fault_env(to.parent, KILL_AT=point))
+    assert killed.code == -signal.SIGKILL
+    assert not to.exists()
+    hosts(*pull).ok()
+    assert not tp.differing(read(to), tp.shares(whole, 1, 2))
+    assert [path.name for path in to.parent.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("call", ["WRITE", "FSYNC", "RENAME"])
+def test_a_disk_that_refuses_leaves_nothing(
+    call: str, hosts: Hosts, tmp_path: Path, fault_env: Callable[..., dict[str, str]]
+) -> None:
+    tp.write(tmp_path / "model")
+    to = tmp_path / "place" / "out"
+    pull = ("pull", (tmp_path / "model").as_uri(), "--rank", "1/2", "--to", to)
+    hosts(*pull, env=fault_env(to.parent, **{call: "ENOSPC"})).exits(15)
+    assert list(to.parent.iterdir()) == []
+
+
+def test_a_peer_that_dies_is_followed_by_a_stream_that_begins_afresh(
+    hosts: Hosts, hub: servers.Hub, tmp_path: Path
+) -> None:
+    whole = tp.write(tmp_path / "model")
+    revision = hub.commit(tmp_path / "model")
+    hosts("prefetch", hub.uri, host="a", env=hub.env).ok()
+    served = hosts.serve(hub.uri, host="a", env=hub.env)
+    with slow(served.address, MIB) as relay:
+        peer = (
+            "--peer",
+            relay.address,
+            "--route",
+            "peer,stream",
+            "--connect-timeout",
+            "2s",
+            "--peer-stall-timeout",
+            "2s",
+        )
+        pull = ("pull", hub.uri, "--revision", revision, "--rank", "1/2", "--to", tmp_path / "out", "--json", *peer)
+        running = hosts.start(*pull, host="b", env=hub.env)
+        relay.wait_full()
+        served.running.kill()
+        relay.go()
+        said = running.wait().ok().json()
+    assert [(one["route"], one["taken"]) for one in said["routes"]] == [("peer", False), ("stream", True)]
+    assert not tp.differing(read(tmp_path / "out"), tp.shares(whole, 1, 2))
