@@ -10,7 +10,7 @@ from typing import Any
 from mx_cli.base.errors import UsageError
 from mx_cli.engine import route
 from mx_cli.flows.hash import is_local
-from mx_cli.flows.in_process import process_context, require_torch
+from mx_cli.flows.in_process import model_text, process_context, require_torch
 from mx_cli.flows.new_model import Allow, Maker, NewModel
 from mx_cli.flows.pull_tensors import IntoMemory, device_number, put_on_gpu, request_of
 
@@ -64,7 +64,7 @@ def load_model(
     }
     context = process_context(settings)
     model = NewModel(makers, Allow(allow_missing, allow_extra), context.notice)
-    text = os.fspath(source)
+    text = model_text(source)
     chosen = routes or ((route.STREAM,) if is_local(text) else ())
     request = request_of(text, revision, origin, peers, path, require, chosen)
     IntoMemory(request, context, model.layout, put_on_gpu()).run()

@@ -285,6 +285,8 @@ def test_models_that_cannot_be_made_are_refused_before_anything_moves(tmp_path: 
         mx_cli.load_model(tmp_path / "absent", nowhere)
     with pytest.raises(UsageError, match="there already"):
         mx_cli.load_model(torch.nn.Linear(2, 2), nowhere)
+    with pytest.raises(UsageError, match="not a model: 7"):
+        mx_cli.load_model(path, 7)
     with pytest.raises(UsageError, match="neither"):
         mx_cli.load_model(7, nowhere)
     with pytest.raises(UsageError, match="not settings: nonsense"):
