@@ -96,18 +96,22 @@ class Wire:
         lines = [f"{method} {target} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
         try:
             self.sock.sendall(("\r\n".join(lines) + "\r\n\r\n").encode("latin-1"))
-            head = self._read_head()
+            # One that comes byte by byte is never silent, and never there.
+            until = time.monotonic() + 2 * self.idle_limit
+            head = self._read_head(until)
             while head.status in (100, 102, 103):
-                head = self._read_head(head.rest)
+                head = self._read_head(until, head.rest)
         except (OSError, ValueError) as error:
             raise Unreachable(f"{self.name}: {reason(error)}") from None
         self.used = True
         return head
 
-    def _read_head(self, data: bytes = b"") -> Head:
+    def _read_head(self, until: float, data: bytes = b"") -> Head:
         while (end := data.find(b"\r\n\r\n")) < 0:
             if len(data) > HEAD_LIMIT:
                 raise ValueError("the answer's head does not end")
+            if time.monotonic() > until:
+                raise TimeoutError(f"stalled: no whole head of an answer in {2 * self.idle_limit:g} s")
             more = self.some()
             if not more:
                 raise ConnectionResetError("closed before an answer" if not data else "closed inside the answer's head")

@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import itertools
 import re
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -777,6 +778,22 @@ def test_p16_a_server_that_accepts_and_says_nothing(mx: Mx, where: str) -> None:
         result = mx("prefetch", uri, env=env)
     assert result.seconds < 20
     refused(mx, result, 12, "no byte for 0.5 s")
+
+
+def test_p16_a_head_that_comes_byte_by_byte(mx: Mx) -> None:
+    """Never silent for long, and never there: what counts is the whole head."""
+    ended = threading.Event()
+
+    def answer(asked: Asked) -> None:
+        while not ended.wait(0.1):
+            asked.handler.wfile.write(b"X")
+
+    with scripted(answer) as server:
+        try:
+            env = {"MX_STALL_TIMEOUT": "500ms", "MX_RETRY_FOR": "1s"}
+            refused(mx, mx("prefetch", f"{server.url}/m.bin", env=env), 12, "stalled", "head")
+        finally:
+            ended.set()
 
 
 def test_p16_a_limit_on_the_bandwidth_is_no_stall(mx: Mx, faultd: servers.Faultd) -> None:
