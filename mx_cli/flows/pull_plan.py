@@ -16,7 +16,7 @@ from mx_cli.flows.bounds import CONNECTION, connections, width
 from mx_cli.flows.catalog import catalog, found_config
 from mx_cli.flows.context import Context
 from mx_cli.flows.cuts import cut_of
-from mx_cli.flows.data_path import READS, sockets
+from mx_cli.flows.data_path import reads, sockets
 from mx_cli.flows.group import Group
 from mx_cli.flows.peering import Peering
 from mx_cli.flows.prefetch import preview
@@ -115,7 +115,7 @@ class _Look:
             if not sources:
                 raise NoPeer(f"no peer could be read now ({reasons})", hint="--wait DURATION waits for a slot")
             size = sum(record.size for record in group.holding.manifest.files)
-            in_flight = sum(READS if peer.path == "nixl-read" else sockets() for peer in sources)
+            in_flight = sum(reads() if peer.path == "nixl-read" else sockets() for peer in sources)
             reason = f"{units.count(len(sources), 'source')} ({reasons})"
             return Choice("peer", True, reason, size, width(context, in_flight, ITEM) * ITEM)
         finally:
@@ -176,7 +176,7 @@ class _LookForRank(_Look):
             found, size = peering.find_set(context.settings.wait or 0.0, self._from_groups)
             peers = [peer for group in found.groups for peer in group.peers]
             reason = f"{units.count(len(peers), 'source')} of {units.count(len(found.groups), 'part')}"
-            return Choice("peer", True, reason, size, width(context, len(found.groups) * READS, ITEM) * ITEM)
+            return Choice("peer", True, reason, size, width(context, len(found.groups) * reads(), ITEM) * ITEM)
         finally:
             peering.close()
 

@@ -253,6 +253,11 @@ class Extents:
                 end = offset + length
 
     @property
+    def size(self) -> int:
+        """Bytes that lie somewhere."""
+        return sum(row.length for rows in self._of.values() for row in rows)
+
+    @property
     def largest(self) -> Extent:
         """Raises IntegrityError when there is none."""
         rows = [row for rows in self._of.values() for row in rows]

@@ -307,6 +307,11 @@ class Probe:
         return "software emulation" in self.path
 
     @property
+    def copied_by_kernel(self) -> bool:
+        """Within one host: `post` copies, and returns when all is there."""
+        return nixl_log.is_kernel_copy(self.path)
+
+    @property
     def rdma(self) -> bool:
         """A network card reads the source's memory."""
         return nixl_log.is_rdma(self.path)

@@ -73,6 +73,11 @@ def is_rdma(path: str) -> bool:
     return bool(transports) and all(transport.split("_")[0] in _RDMA for transport in transports)
 
 
+def is_kernel_copy(path: str) -> bool:
+    """Whether the kernel copies from the other process's memory."""
+    return _TRANSPORT.findall(path) == ["cma"]
+
+
 def _covers(cell: str, size: int) -> bool:
     first, _, last = cell.partition("..")
     if not _NUMBER.fullmatch(first) or not (last in ("", "inf") or _NUMBER.fullmatch(last)):

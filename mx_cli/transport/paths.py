@@ -121,10 +121,10 @@ class Socket:
 
 
 class NixlRead:
-    """Path `nixl-read`: READs out of the peer's memory, by an agent of this path's own.
+    """Path `nixl-read`: READs out of the peer's memory, by agents of this path's own.
 
-    Closing destroys the agent, which is the barrier. `regions`: own memory that bytes will land in, (address, length,
-    device).
+    Closing destroys the agents, which is the barrier. `regions`: own memory that bytes will land in, (address, length,
+    device). One agent has `window` reads on their way at once; where the kernel copies (`add_lane`) each has one.
     """
 
     name = "nixl-read"
@@ -134,16 +134,40 @@ class NixlRead:
     ):
         """Connects. Blocks for a moment; raises TransportFailed, IntegrityError for extents that make no sense."""
         self.window = window
-        self._agent = agent
-        self._peer, blob, digest = _capability(capability)
+        self._agents: list[Agent] = []
+        self._idle: queue.SimpleQueue[Agent] = queue.SimpleQueue()
+        self._peer, self._blob, self._digest = _capability(capability)
         self._extents = Extents(extents_of(capability))
         self._given_up = False
-        self._posting = threading.Lock()
         self._inside = Inside()
         self._buffers = ReadBuffers(window)
         pool = self._buffers.make()
-        agent.register([(pool.address, pool.size, HOST), *regions])
-        agent.connect(blob, self._peer, digest)
+        self._regions = [(pool.address, pool.size, HOST), *regions]
+        self._connect(agent)
+        for _ in range(window):
+            self._idle.put(agent)
+
+    @property
+    def size(self) -> int:
+        """The bytes that the peer has."""
+        return self._extents.size
+
+    def use_lanes(self, agents: Sequence[Agent]) -> None:
+        """From now on each agent, the first one and these, makes one read at a time: before the first `bring`.
+
+        Within one host the kernel copies in `post`: two copies of one agent would wait for each other, those of two use two
+        cores. Each costs as much as the first one; raises TransportFailed, after which `close` destroys those too.
+        """
+        for agent in agents:
+            self._connect(agent)
+        self._idle = queue.SimpleQueue()
+        for agent in self._agents:
+            self._idle.put(agent)
+
+    def _connect(self, agent: Agent) -> None:
+        self._agents.append(agent)
+        agent.register(self._regions)
+        agent.connect(self._blob, self._peer, self._digest)
 
     def probe(self, deadline: float, pause: Callable[[float], None]) -> Probe:
         """Read a little, to see that it works, and how. Blocks for `deadline` seconds. Raises TransportFailed."""
@@ -154,14 +178,22 @@ class NixlRead:
         address = self.buffer()
         try:
             local, remote = rows([address], [length]), rows([first.address], [length], first.device)
-            return probe(self._agent, self._peer, local, remote, (HOST, first.device), deadline=deadline, pause=pause)
+            return probe(
+                self._agents[0], self._peer, local, remote, (HOST, first.device), deadline=deadline, pause=pause
+            )
         finally:
             self.give_back(address)
 
     def bring(self, item: ReadItem, dest: Memory, flight: Flight) -> None:
         with self._inside.entered(item.entry.path):
             for devices, local, remote in self._runs(item, dest):
-                self._move(self._agent.read(self._peer, local, remote, devices), item, flight)
+                agent = self._idle.get()
+                try:
+                    if flight.aborted or self._inside.closed:
+                        raise TransportFailed(f"{item.entry.path}: given up")
+                    self._move(agent.read(self._peer, local, remote, devices), item, flight)
+                finally:
+                    self._idle.put(agent)
                 flight.moved += int(local[:, 1].sum())
 
     def _runs(self, item: ReadItem, dest: Memory) -> list[tuple[tuple[int, int], Any, Any]]:
@@ -198,9 +230,7 @@ class NixlRead:
 
     def _move(self, read: Read, item: ReadItem, flight: Flight) -> None:
         try:
-            # Within one host the kernel copies in `post`, and two at once are slower than one after the other.
-            with self._posting:
-                read.post()
+            read.post()
             pause = 0.0001
             while not read.done():
                 if flight.aborted or self._inside.closed:
@@ -222,13 +252,17 @@ class NixlRead:
             self._buffers.give_back(address)
 
     def close(self) -> None:
-        """Raises StillLanding when the agent cannot be destroyed: what its reads land in must not be used again."""
+        """Raises StillLanding when an agent cannot be destroyed: what its reads land in must not be used again."""
         self._inside.close(LEAVE)
-        try:
-            self._agent.destroy()
-        except StillLanding:
+        landing: StillLanding | None = None
+        for agent in self._agents:
+            try:
+                agent.destroy()
+            except StillLanding as error:
+                landing = error
+        if landing:
             never_free(self._buffers)
-            raise
+            raise landing
 
 
 def _capability(capability: Mapping[str, Any]) -> tuple[str, bytes, str]:

@@ -5,6 +5,7 @@ A habit that is gone ends its test as `mended by a newer NIXL`: then the cure ca
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import itertools
 import json
@@ -16,14 +17,20 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mx_cli.base.errors import MissingCapability, TransportFailed, UsageError
+from mx_cli.engine.buffers import Pool
+from mx_cli.engine.ports import Memory, ReadItem
+from mx_cli.engine.threads import Flight
+from mx_cli.model.manifest import Entry
 from mx_cli.transport import nixl, nixl_env
 from mx_cli.transport.nixl import Agent, Network
+from mx_cli.transport.paths import NixlRead
 from tests.rig import capabilities
 from tests.rig.nixl_source import MIB, Source, source
 from tests.support import ROOT, capability, need
@@ -722,3 +729,36 @@ def test_gpu_memory_is_read() -> None:
         finish(agent.read(peer.name, rows[0], rows[1], (0, 0)))
         assert bool((memory == 7).all())
         agent.destroy()
+
+
+def test_lanes_copy_side_by_side_and_end_together() -> None:
+    size = 8 * MIB
+    with source(fresh("source"), size=size) as peer:
+        agents = [Agent(fresh("lane"), Network()) for _ in range(3)]
+        pool = Pool(size)
+        capability = {
+            "name": peer.name,
+            "blob": base64.b64encode(peer.blob).decode(),
+            "digest": peer.digest,
+            "extents": [["f", 0, size, peer.address, -1]],
+        }
+        path = NixlRead(agents[0], capability, [(pool.address, size, -1)], 4)
+        assert path.size == size
+        path.use_lanes(agents[1:])
+        items = [ReadItem(Entry("f", size), at, MIB) for at in range(0, size, MIB)]
+
+        def bring(item: ReadItem) -> int:
+            memory = Memory(((0, MIB, pool.address + item.offset),))
+            flight = Flight(item, memory)
+            path.bring(item, memory, flight)
+            return flight.moved
+
+        with ThreadPoolExecutor(4) as threads:
+            assert sum(threads.map(bring, items)) == size
+        assert bytes(pool.view[:size]) == bytes([7]) * size
+        path.close()
+        for agent in agents:
+            with pytest.raises(TransportFailed, match="destroyed"):
+                agent.blob()
+        with pytest.raises(TransportFailed, match="given up"):
+            bring(items[0])
