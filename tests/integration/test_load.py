@@ -134,7 +134,7 @@ def test_paths_and_devices_of_other_libraries(tmp_path: Path) -> None:
 
 def test_an_index_alone_says_where_the_shards_are_looked_for(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "m", shards=3, size=MIB)
-    with pytest.raises(IntegrityError, match="shards are missing .*: 3 of 3") as refused:
+    with pytest.raises(IntegrityError, match=r"shards are missing .*: 3 of 3") as refused:
         mx_cli.load(tmp_path / "m" / "model.safetensors.index.json", cache_dir=str(tmp_path / "cache"))
     assert "give what it is in" in refused.value.hint
 
