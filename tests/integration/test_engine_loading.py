@@ -261,7 +261,7 @@ def test_a_peer_that_is_lost_half_way_leaves_no_module_behind(start: Callable[..
         relay.close()
         run.join(60)
     assert is_filled(modules[0])
-    assert second.engine.built == 2
+    assert second.engine.built == 2, second.said
     assert routes(second.said) == ["peer not taken", "cache taken"]
     assert second.said[0].endswith("; the module is built anew")
 

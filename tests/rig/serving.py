@@ -169,6 +169,8 @@ class Slow:
         with self._changed:
             if count > self.SMALL:
                 self._changed.wait_for(lambda: self.passed < self._budget or self._closed)
+                if self.passed >= self._budget:
+                    raise OSError("closed while it held its breath")
             self.passed += count
             self._changed.notify_all()
 
