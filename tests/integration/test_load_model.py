@@ -238,7 +238,7 @@ def test_what_the_class_itself_ignores_is_left(tmp_path: Path) -> None:
 def test_tied_names_that_the_source_has_both(tmp_path: Path) -> None:
     """Equal bytes are what is wanted; others would make one name lose."""
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
-    path = saved_as(tiny_models.make(tmp_path, "tied"), lambda found: {**found, head: found[embedding].clone()})
+    path = saved_as(tiny_models.make(tmp_path / "m", "tied"), lambda found: {**found, head: found[embedding].clone()})
     expected = tiny_models.pretrained(path)
     assert_same_model(mx_cli.load_model(path, path), expected)
     cached = {"cache_dir": str(tmp_path / "cache"), "discovery": f"dir:{tmp_path / 'peers'}"}

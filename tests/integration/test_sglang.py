@@ -92,7 +92,7 @@ class Engine:
         process = self.start(model, extra, **options)
         _, err = process.communicate(timeout=90)
         assert process.returncode == 1
-        return str(err.splitlines()[-1])
+        return str(err)
 
 
 @pytest.fixture
