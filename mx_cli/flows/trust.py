@@ -37,14 +37,30 @@ def accepted(context: Context, listen: str) -> Callable[[], list[bytes]]:
         raise UsageError("--peer-token-file and --insecure contradict each other", hint="leave one of them out")
     if file:
         read_secrets(file)
-        return lambda: read_secrets(file)
+        return _telling(context, lambda: read_secrets(file))
     if insecure:
         context.warn(f"{listen}: everybody who can connect may read the weights (--insecure)")
         return lambda: [NO_SECRET]
     if not is_loopback(listen):
         raise UsageError(f"--listen {listen}: other hosts could connect, and there is no secret", hint=MAKE_ONE)
     own = _own(context)
-    return lambda: read_secrets(own)
+    return _telling(context, lambda: read_secrets(own))
+
+
+def _telling(context: Context, read: Callable[[], list[bytes]]) -> Callable[[], list[bytes]]:
+    """The reader is told only that it cannot be let in now: why, is for who runs the peer, once for each reason."""
+    told: set[str] = set()
+
+    def known() -> list[bytes]:
+        try:
+            return read()
+        except UsageError as error:
+            if error.what not in told:
+                told.add(error.what)
+                context.warn(f"nobody is let in: {error.what}")
+            raise
+
+    return known
 
 
 def offered(context: Context, address: str) -> list[bytes]:

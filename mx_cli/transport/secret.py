@@ -7,6 +7,7 @@ directions. A proof is bound to the certificate: what relays a handshake ends TL
 from __future__ import annotations
 
 import base64
+import codecs
 import contextlib
 import hashlib
 import hmac
@@ -51,7 +52,7 @@ def read_secrets(path: Path) -> list[bytes]:
     if len(data) > _LARGEST_FILE:
         raise UsageError(f"not a file of peer secrets ({path}: more than {_LARGEST_FILE} bytes)", hint=hint)
     found: list[bytes] = []
-    for number, line in enumerate(data.split(b"\n"), 1):
+    for number, line in enumerate(data.removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
         secret = line.strip()
         if 0 < len(secret) < SHORTEST:
             raise UsageError(
@@ -144,12 +145,21 @@ def load_certificate(certificate: Path, key: Path | None) -> Certificate:
     """An operator's own certificate (PEM, the chain after it). Raises UsageError when it does not load."""
     context = _server_context()
     try:
+        for path in filter(None, (certificate, key)):
+            if not stat.S_ISREG(path.stat().st_mode):
+                raise ValueError(f"{path} is not a regular file, and is read twice")
         first = _first_certificate(certificate.read_text("ascii"))
-        context.load_cert_chain(certificate, key)
+        context.load_cert_chain(certificate, key, password=_no_pass_phrase)
     except (OSError, ValueError) as error:
         said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise UsageError(f"cannot use the certificate {certificate} and its key: {said}") from None
+        hint = f"{certificate} is to hold the key too, or --tls-key FILE: PEM, without a pass phrase"
+        raise UsageError(f"cannot use the certificate {certificate} and its key: {said}", hint=hint) from None
     return Certificate(context, hashlib.sha256(first).digest())
+
+
+def _no_pass_phrase() -> str:
+    """Without this OpenSSL would ask for one on the terminal."""
+    raise ValueError("the key is encrypted with a pass phrase")
 
 
 def make_certificate() -> Certificate:

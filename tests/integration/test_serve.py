@@ -416,6 +416,10 @@ def test_a_token_file_that_is_rotated(hosts: Hosts, model: Path, token: Path, tm
     hosts(*command, tmp_path / "1", "--peer-token-file", fresh, host="b").exits(11)
     token.write_text(fresh.read_text() + SECRET + "\n")
     hosts(*command, tmp_path / "1", "--peer-token-file", fresh, host="b").ok()
+    token.write_text("")
+    lost = hosts(*command, tmp_path / "2", "--peer-token-file", fresh, host="b").exits(18)
+    assert "this peer cannot read its secrets now" in lost.err
+    served.running.wait_err(f"warning: nobody is let in: no peer secret in {token}")
 
 
 # --- grants --------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives import serialization
 
 from mx_cli.base.errors import FilesystemRefused, MissingCapability, UsageError
 from mx_cli.transport import secret
@@ -30,6 +31,7 @@ OTHER = b"another-secret-of-peers"
         (LONG + b"\r\n", [LONG]),
         (b"\n\n" + LONG + b"\n  \n" + OTHER + b"\r\n\n", [LONG, OTHER]),
         (b"  " + LONG + b"\t\n", [LONG]),
+        (b"\xef\xbb\xbf" + LONG + b"\r\n", [LONG]),
     ],
 )
 def test_a_secret_is_a_line(tmp_path: Path, text: bytes, expected: list[bytes]) -> None:
@@ -211,3 +213,21 @@ def test_the_operators_own_certificate(tls: servers.Tls, tmp_path: Path) -> None
     for cert, key in ((tmp_path / "no.pem", tls.key), (tls.cert, tmp_path / "no.pem"), (tmp_path / "missing", None)):
         with pytest.raises(UsageError, match="certificate"):
             secret.load_certificate(Path(cert), Path(key) if key else None)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="pipe is not a regular file"):
+        secret.load_certificate(Path(tls.cert), tmp_path / "pipe")
+
+
+def test_nobody_is_asked_for_a_pass_phrase(tls: servers.Tls, tmp_path: Path) -> None:
+    locked = tmp_path / "locked.pem"
+    key = serialization.load_pem_private_key(Path(tls.key).read_bytes(), None)
+    locked.write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.BestAvailableEncryption(b"phrase"),
+        )
+    )
+    with pytest.raises(UsageError, match="encrypted with a pass phrase") as refused:
+        secret.load_certificate(Path(tls.cert), locked)
+    assert "without a pass phrase" in refused.value.hint
