@@ -94,12 +94,14 @@ class Many:
     @property
     def caps(self) -> SourceCaps:
         """Those of the members that live, added up."""
-        alive = [m for m in self.members if m.alive] or list(self.members)
+        alive = [m.source.caps for m in self.members if m.alive] or [m.source.caps for m in self.members]
+        if len(self.members) == 1:
+            return alive[0]
         return SourceCaps(
-            sum(m.source.caps.max_in_flight for m in alive),
-            min(m.source.caps.item_size for m in alive),
+            sum(caps.max_in_flight for caps in alive),
+            min(caps.item_size for caps in alive),
             next((m.source.caps.host for m in self.members if m.reserve), self.members[0].source.caps.host),
-            next((m.source.caps.blocks for m in alive if m.source.caps.blocks), None),
+            next((caps.blocks for caps in alive if caps.blocks), None),
         )
 
     def widen(self, width: int) -> None:

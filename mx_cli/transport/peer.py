@@ -56,6 +56,7 @@ class PeerSource(Threads):
         super().__init__(ring)
         self.name = name
         self._holding, self._path, self._failure = holding, path, failure
+        self._caps = SourceCaps(path.window, ITEM, name, holding.blocks)
         self._files = frozenset(record.path for record in holding.manifest.files)
         self._closing = threading.Lock()
         # What has come by the path is looked at where it lies, or is on its way from a buffer to a file.
@@ -64,7 +65,7 @@ class PeerSource(Threads):
 
     @property
     def caps(self) -> SourceCaps:
-        return SourceCaps(self._path.window, ITEM, self.name, self._holding.blocks)
+        return self._caps
 
     def poll(self, timeout: float) -> list[Done]:
         news = super().poll(timeout)
