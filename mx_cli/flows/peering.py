@@ -15,6 +15,7 @@ from mx_cli.base import units
 from mx_cli.base.address import peer_address
 from mx_cli.base.errors import (
     AccessDenied,
+    FilesystemRefused,
     Incompatible,
     IntegrityError,
     MissingCapability,
@@ -124,7 +125,13 @@ class Peering:
         named = [only_address(*peer_address(address)) for address in self._wish.peers]
         if named:
             return named
-        records = [r for r in self._directory.records(self._context.stop) if r.generation not in own_generations()]
+        try:
+            known = self._directory.records(self._context.stop)
+        except FilesystemRefused as error:
+            # What the directory says is a hint, and there are other routes.
+            self.refusals.unlisted = error.what
+            return []
+        records = [record for record in known if record.generation not in own_generations()]
         usable = []
         for record in records:
             why = self._left_out(record)
@@ -233,7 +240,9 @@ class Peering:
             return AccessDenied(
                 f"no peer lets this one in{within} ({self.refusals.text()})", hint=self.refusals.denied.hint
             )
-        why = self.refusals.text() or self._directory.reason() or f"nobody in {self._directory}"
+        why = (
+            self.refusals.text() or self.refusals.unlisted or self._directory.reason() or f"nobody in {self._directory}"
+        )
         return NoPeer(f"no peer holds {wanted}{within} ({why})", hint="mx peers; mx serve MODEL makes one")
 
     # -- grants --------------------------------------------------------------------------------------------------

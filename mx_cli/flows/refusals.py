@@ -13,12 +13,14 @@ SHOWN = 5
 class Refusals:
     """Why candidates were left out: {address: reason}.
 
-    `others`: identities that were met and are not wanted; `denied`: the last refusal of the secret.
+    `others`: identities that were met and are not wanted; `denied`: the last refusal of the secret; `unlisted`: why nobody
+    could be looked for.
     """
 
     reasons: dict[str, str] = field(default_factory=dict)
     others: set[str] = field(default_factory=set)
     denied: AccessDenied | None = None
+    unlisted: str = ""
 
     def text(self) -> str:
         rows = [said(address, reason) for address, reason in list(self.reasons.items())[:SHOWN]]

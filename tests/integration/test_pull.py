@@ -150,6 +150,17 @@ def test_l08_nobody(hosts: Hosts) -> None:
     assert waited.seconds >= 1
 
 
+def test_l08_a_directory_that_cannot_be_listed_costs_only_the_peers(hosts: Hosts, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("no directory")
+    lost = {"MX_DISCOVERY": f"dir:{tmp_path / 'taken'}"}
+    said = f"listing {tmp_path / 'taken'}: Not a directory"
+    assert said in hosts("pull", NOBODY, "--route", "peer", env=lost).exits(18).err
+    pulled = hosts("pull", model.as_uri(), "--to", tmp_path / "out", env=lost).ok()
+    assert said in pulled.err
+    assert tree(tmp_path / "out") == tree(model)
+    assert said in hosts("prefetch", model.as_uri(), "--from", "peer,origin", env=lost, host="b").ok().err
+
+
 def test_l08_only_others(hosts: Hosts, model: Path) -> None:
     served = hosts.serve(model)
     result = hosts("pull", NOBODY, "--route", "peer").exits(17)
