@@ -140,7 +140,10 @@ class Manifest:
                 raise UsageError(
                     f"the manifest {where} was written by a newer mx (format {data['format']}, known {FORMAT})"
                 )
-            check_paths(str(f["path"]) for f in data["files"])
+            try:
+                check_paths(str(f["path"]) for f in data["files"])
+            except IntegrityError as error:
+                raise ValueError(error.what) from None
             # Of what was never in a cache it is empty.
             if data["directory"] and ("/" in data["directory"] or fault(data["directory"])):
                 raise ValueError(f"directory {data['directory']!a}")
