@@ -55,9 +55,9 @@ ITEMS = [ReadItem(HOLDING.entry(record), 0, record.size) for record in HOLDING.m
 class Bench:
     """One transfer from peers a, b, …, and the origin when there is one."""
 
-    def __init__(self, count: int, *, origin: bool = False, silence: float = 30.0) -> None:
+    def __init__(self, count: int, *, origin: bool = False, silence: float = 30.0, window: int = 2) -> None:
         self.bell = Bell()
-        self.paths = {name: MemoryPath(FILES) for name in "abcd"[:count]}
+        self.paths = {name: MemoryPath(FILES, window=window) for name in "abcd"[:count]}
         self.gone: dict[str, MxError] = {}
         self.members = [
             Member(name, PeerSource(name, HOLDING, path, self.bell.ring, self.failure_of(name)), silence=silence)
@@ -257,9 +257,8 @@ def test_silence_of_the_only_one() -> None:
 
 def test_who_has_nothing_to_do_is_not_silent() -> None:
     """While a gets nothing, since there is nothing, b takes much longer than a's patience."""
-    bench = Bench(2)
+    bench = Bench(2, window=1)
     bench.member("a").silence = 0.5
-    bench.paths["b"].window = bench.paths["a"].window = 1
     bench.paths["b"].before = lambda item, count: threading.Event().wait(1.5)
     bench.run(ITEMS[:4])
     assert not bench.told
@@ -411,10 +410,10 @@ def test_the_engine_retries_what_the_reserve_could_not_give_at_once() -> None:
 
 
 def test_a_stop_ends_all_and_nothing_is_begun_elsewhere() -> None:
-    bench = Bench(2)
+    bench = Bench(2, window=1)
     reached = threading.Barrier(3)
     for path in bench.paths.values():
-        path.window, path.stuck, path.before = 1, {1}, lambda item, count: reached.wait(30)
+        path.stuck, path.before = {1}, lambda item, count: reached.wait(30)
 
     def stop() -> None:
         reached.wait(30)
