@@ -16,7 +16,9 @@ def _leave(signum: int, frame: FrameType | None) -> None:
 def main() -> None:
     """Run `mx`. Ends the process with the exit code of the table."""
     # Before the imports, which take longest of all until a command begins and has handlers of its own.
-    for signum in (signal.SIGINT, signal.SIGTERM):
+    from mx_cli.base.cancel import STOPPING
+
+    for signum in STOPPING:
         if signal.getsignal(signum) != signal.SIG_IGN:
             signal.signal(signum, _leave)
     from mx_cli.cli.app import main as run

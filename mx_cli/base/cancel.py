@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +10,8 @@ from contextlib import contextmanager
 
 from mx_cli.base.errors import MxError, TimedOut
 
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that ask for a stop. The last one says that the terminal is gone; under nohup it is ignored."""
 SLICE = 0.5
 """Seconds: a signal that comes between the look and the sleep wakes nobody."""
 

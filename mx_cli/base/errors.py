@@ -17,7 +17,7 @@
     ├── MissingCapability     20   missing           a package or a device is not there
     ├── FilesystemRefused     21   filesystem        permission, read-only, no rename
     ├── TimedOut             124   timeout           --timeout passed
-    └── Interrupted          130   interrupted       SIGINT; 143 for SIGTERM
+    └── Interrupted          130   interrupted       SIGINT; 143 for SIGTERM, 129 for SIGHUP
 
 `retryable` says whether running the command again can help. It is not about retries inside mx: those follow from
 `Unreachable` alone.
@@ -152,7 +152,7 @@ class TimedOut(MxError):
 class Interrupted(MxError):
     """Stopped by a signal; the exit code is 128 + its number."""
 
-    code, name, meaning, retry = 130, "interrupted", "SIGINT, SIGTERM (137: killed, 139: crashed)", "yes"
+    code, name, meaning, retry = 130, "interrupted", "SIGINT, SIGTERM, SIGHUP (137: killed, 139: crashed)", "yes"
 
     def __init__(self, signum: int, what: str = "", *, hint: str = "", via: str = "") -> None:
         super().__init__(what or f"stopped by {signal.Signals(signum).name}", hint=hint, via=via)
@@ -196,6 +196,6 @@ def exit_codes() -> list[tuple[str, str, str]]:
     """The rows (code, meaning, retry the command?) of the table in the README and the help text."""
     rows = [("0", "done, or already there", "–")]
     for cls in CLASSES:
-        code = "130, 143" if cls is Interrupted else str(cls.code)
+        code = "130, 143, 129" if cls is Interrupted else str(cls.code)
         rows.append((code, cls.meaning, cls.retry))
     return rows

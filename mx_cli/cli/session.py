@@ -16,7 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from mx_cli.base import redact
-from mx_cli.base.cancel import Stop
+from mx_cli.base.cancel import STOPPING, Stop
 from mx_cli.base.config import Resolved, Settings, asks_for_json, outlets, resolve
 from mx_cli.base.errors import FinishedWithWarnings, Interrupted, MissingCapability, MxError, UsageError
 from mx_cli.base.events import Event
@@ -99,7 +99,10 @@ class Session:
         )
         self._renderer = Renderer(self.settings, quiet=self._quiet, verbose=self._verbose, run=os.urandom(4).hex())
         self.stop = Stop(self.settings.timeout)
-        self._found = {signum: signal.signal(signum, self._on_signal) for signum in (signal.SIGINT, signal.SIGTERM)}
+        for signum in STOPPING:
+            self._found[signum] = signal.signal(signum, self._on_signal)
+            if signum == signal.SIGHUP and self._found[signum] == signal.SIG_IGN:
+                signal.signal(signum, signal.SIG_IGN)
         threading.Thread(target=self._watch, name="stop", daemon=True).start()
         for notice in self.resolved.notices:
             self._renderer.warning(notice)

@@ -110,7 +110,7 @@ def _model(context: Context, known: dict[str, Model], name: str) -> tuple[Model 
         if name in (model.path.name, model.uri):
             return model, ""
     try:
-        uri = registry.parse(name, context.settings)
+        uri = registry.parse(name, context.settings, context.resolved.environ)
     except (UsageError, NotFound):
         return None, ""
     return next((model for model in known.values() if model.uri == uri.text), None), uri.revision

@@ -13,6 +13,7 @@ from mx_cli.base.events import Requested
 from mx_cli.engine.ports import OnRetry, Origin
 from mx_cli.engine.retry import Gates
 from mx_cli.model.manifest import Entry
+from mx_cli.sources import aws_config
 from mx_cli.sources import uri as uris
 
 if TYPE_CHECKING:
@@ -41,13 +42,17 @@ class OpenOrigin(Origin, Protocol):
     def read(self, entry: Entry, limit: int) -> bytes: ...
 
 
-def parse(uri: str, settings: Settings) -> Uri:
-    """The URI with the endpoint that the settings name; see `uri.parse`. Opens no connection."""
-    endpoints = {
-        "s3": settings.endpoint_url or settings.s3_endpoint or "",
-        "gs": settings.endpoint_url or settings.gcs_endpoint or "",
-    }
-    return uris.parse(uri, endpoint=lambda scheme: endpoints[scheme])
+def parse(uri: str, settings: Settings, environ: Mapping[str, str]) -> Uri:
+    """The URI with the endpoint that the settings name, or AWS's own; see `uri.parse`. Opens no connection."""
+
+    def endpoint(scheme: str) -> str:
+        if settings.endpoint_url:
+            return settings.endpoint_url
+        if scheme == "s3":
+            return settings.s3_endpoint or aws_config.endpoint(environ, settings.home)
+        return settings.gcs_endpoint or ""
+
+    return uris.parse(uri, endpoint=endpoint)
 
 
 def open_origin(
@@ -70,7 +75,7 @@ def open_origin(
     """
     from mx_cli.sources.origin import Context
 
-    found = parse(uri, settings)
+    found = parse(uri, settings, environ)
     if found.scheme == "file" and uris.looks_like_hub(uri):
         notice(f"{uri} is an existing path and is taken as one; write hf://{uri} for the hub")
     context = Context(settings, environ, stop, on_retry, notice, gates or Gates(), version_id, on_request)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 from mx_cli.base import redact
 from mx_cli.base.errors import AccessDenied, MissingCapability, UsageError
+from mx_cli.sources import aws_config
 from mx_cli.sources.answers import Sign, unsigned
 from mx_cli.sources.origin import Context
 from mx_cli.sources.sigv4 import Keys, Signer
@@ -107,22 +106,7 @@ class Credentials:
     def _configured_region(self) -> str:
         if self._session is not None:
             return str(self._session.get_config_variable("region") or "")
-        environ = self._context.environ
-        home = self._context.settings.home
-        path = Path(environ.get("AWS_CONFIG_FILE") or (home or Path("/")) / ".aws" / "config").expanduser()
-        profile = environ.get("AWS_PROFILE") or environ.get("AWS_DEFAULT_PROFILE") or "default"
-        # os.path: Path.is_file raises where the directory is another user's.
-        if not os.path.isfile(path):
-            return ""
-        import configparser
-
-        parser = configparser.RawConfigParser(strict=False)
-        try:
-            parser.read(path)
-        except (configparser.Error, UnicodeDecodeError, OSError):
-            return ""
-        section = profile if profile == "default" else f"profile {profile}"
-        return parser.get(section, "region", fallback="").strip()
+        return aws_config.region(self._context.environ, self._context.settings.home)
 
     def _look(self) -> Keys:
         environ = self._context.environ

@@ -65,12 +65,23 @@ def check_next(mx: Mx, hub: servers.Hub) -> None:
     assert hub.bytes_served("model-0") <= 1.1 * WEIGHTS + 2 * MIB
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_stopped(signum: signal.Signals, code: int, mx: Mx, hub: servers.Hub, start: Start) -> None:
     running = start()
     sent = time.monotonic()
     running.send(signum)
     check_stopped(mx, hub, running, sent, code)
+
+
+def test_a_lost_terminal_does_not_stop_what_nohup_runs(hub: servers.Hub, start: Start) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        running = start()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    running.send(signal.SIGHUP)
+    hub.flags("ok")
+    assert running.wait().code == 0
 
 
 def test_the_last_lines_say_how_far_it_came(mx: Mx, hub: servers.Hub, start: Start) -> None:
@@ -119,7 +130,7 @@ main()
 """
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_stopped_before_it_began(signum: signal.Signals, code: int) -> None:
     done = subprocess.run([sys.executable, "-c", EARLY, str(int(signum))], capture_output=True, text=True)
     assert done.returncode == code

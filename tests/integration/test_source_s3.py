@@ -344,6 +344,30 @@ def test_a_configuration_file_that_cannot_be_looked_up(s3: servers.S3) -> None:
     listed(s3, env={"AWS_REGION": "", "AWS_DEFAULT_REGION": "", "AWS_CONFIG_FILE": "/" + "x" * 300})
 
 
+CONFIGURED = {
+    "the profile's": "[default]\nregion = eu-west-1\nendpoint_url = {}\n",
+    "another profile's": "[profile lab]\nendpoint_url = {}\n[default]\nendpoint_url = http://127.0.0.1:9\n",
+    "the service's": "[default]\nservices = lab\nendpoint_url = http://127.0.0.1:9\n"
+    "[services lab]\ns3 =\n  addressing_style = path\n  endpoint_url = {}\n",
+}
+
+
+@pytest.mark.parametrize("written", CONFIGURED)
+def test_the_endpoint_of_awss_own_configuration(s3: servers.S3, aws: Path, written: str) -> None:
+    """As AWS's own tools: after the variables, unless they are told to ignore it."""
+    s3.put("m/x", b"1")
+    (aws / "config").write_text(CONFIGURED[written].format(s3.endpoint))
+    profile = {"AWS_PROFILE": "lab"} if "another" in written else {}
+    env = {"MX_ENDPOINT_URL": "", "AWS_ENDPOINT_URL_S3": "", "HOME": str(aws.parent), **profile}
+    origin, found = listed(s3, env=env)
+    assert [entry.path for entry in found.files] == ["x"]
+    assert origin.uri == listed(s3)[0].uri
+    refused = {**env, "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS": "true"}
+    assert (
+        opened(s3.uri("m"), {name: value for name, value in {**s3.env, **refused}.items() if value}).uri != origin.uri
+    )
+
+
 def test_p60_versions(s3: servers.S3) -> None:
     enable = b"<VersioningConfiguration><Status>Enabled</Status></VersioningConfiguration>"
     assert request("PUT", f"{s3.endpoint}/{s3.bucket}?versioning", enable, servers.PUBLIC)[0] == 200
