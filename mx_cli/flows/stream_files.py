@@ -94,8 +94,10 @@ class _Stream:
         if self._directory.has({entry.path: entry.size for entry in self._entries}):
             rows = self._look_at_what_is_there()
             if rows is not None:
+                known = self._identities(rows, self._directory.path)
+                self._accept(known)
                 context.notice(f"{self._directory.path} holds these files already")
-                return self._streamed(self._identities(rows, self._directory.path), 0, start)
+                return self._streamed(known, 0, start)
         with self._directory.making() as work:
             files = WholeFiles(self._entries, self._wanted.weights, work, context)
             with watching(context, files):
