@@ -83,6 +83,10 @@ class Fill:
         finally:
             with self._changed:
                 self._outcome, self._failure = outcome, failure
+                # What was begun here and published by another process: only the bytes that were published are right.
+                for path in [path for path, file in self._arriving.items() if not file.whole]:
+                    del self._arriving[path]
+                    self.torn = True
                 self._changed.notify_all()
 
     # -- what is asked of it -------------------------------------------------------------------------------------
@@ -159,7 +163,7 @@ class Fill:
                 file = self._arriving.get(path)
                 if file is None and self._outcome is not None:
                     place = self._outcome.directory / path
-                    file = self._arriving[path] = _Arriving(place, spans=[(0, place.stat().st_size)])
+                    file = self._arriving[path] = _Arriving(place, spans=[(0, place.stat().st_size)], whole=True)
                 end = file.reach(at) if file else at
                 if file and end > at:
                     return self._descriptor(file), end
@@ -207,7 +211,7 @@ class Fill:
         """See `Landing`."""
         with self._changed:
             file = self._arriving.setdefault(path, _Arriving(place))
-            file.spans = [(0, size)]
+            file.spans, file.whole = [(0, size)], True
             self._changed.notify_all()
 
     def again(self, entry: Entry) -> None:
@@ -218,11 +222,12 @@ class Fill:
 
 @dataclasses.dataclass(slots=True)
 class _Arriving:
-    """A file of which `spans` are in place."""
+    """A file of which `spans` are in place; all of it is, and verified, once it is `whole`."""
 
     path: Path
     fd: int | None = None
     spans: list[Span] = dataclasses.field(default_factory=list)
+    whole: bool = False
 
     def reach(self, at: int) -> int:
         """The end of the run of bytes from `at`."""

@@ -5,14 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import mx_cli
 from mx_cli.base.errors import IntegrityError, Unreachable, UsageError
+from mx_cli.engine.ports import ReadItem
+from mx_cli.flows import fill_cache
+from mx_cli.flows.in_process import process_context
+from mx_cli.model.manifest import Entry, Listing
 from tests.rig import capabilities
 from tests.rig import tensor_parallel as tp
 from tests.rig.big_file import big_file, name_of
@@ -169,6 +175,35 @@ def test_what_changes_under_way_is_not_mixed(
         return
     there = mx("prefetch", store.uri("model"), "--json", env=store.env).ok().json()["dir"]
     assert not tp.differing(found, mx_cli.load(there))
+
+
+def test_what_another_process_finishes_is_read_as_it_published_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A leader that is deposed leaves a file half done, and follows: who waits for the rest gets it from the snapshot."""
+    (tmp_path / "staged").write_bytes(b"s" * 10)
+    (tmp_path / "a").write_bytes(b"p" * 1000)
+    entry, read = Entry("a", 1000), threading.Event()
+
+    def deposed(request: Any, context: Any, landing: Any) -> Any:
+        landing.begins(Listing("s3://weights/model", "1", (entry,)))
+        with open(tmp_path / "staged", "rb") as staged:
+            landing.opened(entry, tmp_path / "staged", staged.fileno(), [(0, 10)])
+        assert read.wait(60)
+        return SimpleNamespace(directory=tmp_path)
+
+    monkeypatch.setattr(fill_cache, "prefetch", deposed)
+    with fill_cache.Fill("s3://weights/model", None, process_context({})) as fill:
+        stream, view = fill.open(ReadItem(entry, 0, 1000)), memoryview(bytearray(1000))
+        closing = threading.Timer(60, stream.close)
+        closing.start()
+        assert stream.read_into(view) == 10
+        read.set()
+        assert stream.read_into(view[10:]) == 990
+        closing.cancel()
+        assert bytes(view[10:]) == b"p" * 990
+        # The first ten were nobody's to verify.
+        assert fill.torn
 
 
 def test_what_is_here_fills_nothing(tmp_path: Path) -> None:
