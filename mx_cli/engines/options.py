@@ -52,7 +52,7 @@ class Options:
         return dataclasses.replace(
             self,
             listen=_shifted(self.listen, offset),
-            advertise=_shifted(self.advertise, offset) if self.advertise and ":" in self.advertise else self.advertise,
+            advertise=_shifted(self.advertise, offset) if self.advertise else None,
             peers=tuple(_shifted(one, offset) for one in self.peers),
             name=f"{self.name}-{offset}" if self.name else None,
             settings=settings,
@@ -118,10 +118,12 @@ def _check(options: Options) -> None:
     Wish(options.peers, options.path, frozenset(options.require)).check()
     for address in (options.listen, *options.peers):
         split_address(address)
+    if options.advertise:
+        split_address(options.advertise, 0)
 
 
 def _shifted(address: str, offset: int) -> str:
-    host, port = split_address(address)
+    host, port = split_address(address, 0)
     if not port:
         return address
     if port + offset > 65535:

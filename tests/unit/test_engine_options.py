@@ -54,6 +54,7 @@ def test_an_unknown_key_is_refused_and_the_known_ones_are_named(key: Any) -> Non
         {"peers": ["host-without-a-port"]},
         {"peers": [17]},
         {"listen": "0.0.0.0"},
+        {"advertise": "fd00::5"},
         {"path": "rdma"},
         {"path": "nixl-read", "require": ["encrypted"]},
         ["uri"],
@@ -91,6 +92,11 @@ def test_free_ports_and_shared_directories_are_the_same_for_all_ranks() -> None:
     options = options_of({"listen": "127.0.0.1:0", "advertise": "10.0.0.1", "discovery": "dir:/mnt/peers"})
     rank = options.of_rank(5)
     assert (rank.listen, rank.advertise, rank.settings) == ("127.0.0.1:0", "10.0.0.1", {"discovery": "dir:/mnt/peers"})
+
+
+@pytest.mark.parametrize("address", ["[fd00::5]", "node-7.example", "[fd00::5]:0"])
+def test_an_address_without_a_port_is_the_same_for_all_ranks(address: str) -> None:
+    assert options_of({"advertise": address}).of_rank(1).advertise == address
 
 
 def test_files_are_served_once_a_host_at_one_port() -> None:
