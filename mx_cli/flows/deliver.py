@@ -17,6 +17,7 @@ from mx_cli.base.config import Settings, read_path
 from mx_cli.base.errors import FilesystemRefused, UsageError
 from mx_cli.base.oserrors import explain
 from mx_cli.cache.layout import Cache, Model, make_dirs, ref_file, write_atomic
+from mx_cli.flows.hash import is_local
 from mx_cli.flows.request import Request
 from mx_cli.model.manifest import FileRecord, Manifest
 from mx_cli.model.paths import fault
@@ -29,15 +30,22 @@ def check(request: Request, uri: str, root: Path) -> None:
         place_of_link(request.link)
     if request.to and _below(request.to, root) is not None:
         raise UsageError(f"--to {request.to} lies inside the cache {root}", hint="the cache's own directories are mx's")
-    if uri.startswith("file://"):
+    origin = _directory_of(uri)
+    if origin is not None:
         # What is put there would be part of what is fetched the next time.
-        origin = Path(os.fsdecode(unquote_to_bytes(uri.removeprefix("file://"))))
         for name, place in (("--to", request.to), ("the cache", root)):
             parts = _below(place, origin) if place else None
             if parts is not None and not LEFT_OUT & set(parts):
                 raise UsageError(f"{name} {place} lies inside the origin {origin}", hint="choose another place for it")
     if request.hf_cache is not None:
         check_hub(uri)
+
+
+def _directory_of(model: str) -> Path | None:
+    """The directory of this machine that is meant by a file:// URI or a path."""
+    if model.startswith("file://"):
+        return Path(os.fsdecode(unquote_to_bytes(model.removeprefix("file://"))))
+    return read_path(model) if is_local(model) else None
 
 
 def _below(place: Path, directory: Path) -> tuple[str, ...] | None:

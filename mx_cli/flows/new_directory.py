@@ -43,14 +43,14 @@ class NewDirectory:
         except OSError as error:
             raise explain(error, f"looking at {self.path}") from None
 
-    def has(self, sizes: Mapping[str, int | None]) -> bool:
+    def has(self, sizes: Mapping[str, int | None], *, among_others: bool = False) -> bool:
         """Whether it has files of these names and sizes (None: any). Raises UsageError when it has others."""
         found = self.files()
         if not found:
             return False
         try:
-            if found.keys() == sizes.keys() and all(
-                sizes[name] in (None, path.stat().st_size) for name, path in found.items()
+            if (found.keys() == sizes.keys() or (among_others and found.keys() > sizes.keys())) and all(
+                size in (None, found[name].stat().st_size) for name, size in sizes.items()
             ):
                 return True
         except OSError as error:
@@ -62,8 +62,10 @@ class NewDirectory:
         """A directory beside it to fill, which becomes it at the end of the block; after an error nothing of it is left.
 
         What is filled in must be durable by then, directories too. When the same files are there already, they stay, and
-        so do others: that raises UsageError. Raises FilesystemRefused, NoSpace.
+        so do others: that raises UsageError, as does at the beginning what cannot become a directory of one's own. Raises
+        FilesystemRefused, NoSpace.
         """
+        self._check_place()
         make_dirs(self.path.parent)
         self._sweep()
         own = f"{self._owner()}-{os.getpid()}-{start_time(os.getpid())}-{secrets.token_hex(3)}"
@@ -76,6 +78,15 @@ class NewDirectory:
             with contextlib.suppress(OSError):
                 shutil.rmtree(work)
             raise
+
+    def _check_place(self) -> None:
+        """Raises UsageError where nothing could be put in one step, before anything is filled for it."""
+        self.files()
+        if os.path.ismount(self.path):
+            raise UsageError(
+                f"--to {self.path} is a mount point: no directory can take its place in one step",
+                hint=f"--to {self.path / 'model'}",
+            )
 
     def _publish(self, work: Path) -> None:
         try:

@@ -89,6 +89,7 @@ class NewModel:
             names=[name for one in layouts for name in one.names],
             finish=finish,
             keep=layouts,
+            own=True,
         )
 
     def _part(self, name: str, maker: Maker, holding: Holding, offered: Mapping[str, Shape]) -> _Part:

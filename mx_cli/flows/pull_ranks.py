@@ -18,6 +18,7 @@ from mx_cli.engine.verify import WholeDigest
 from mx_cli.flows.catalog import catalog, files_beside, found_config, member
 from mx_cli.flows.context import Context
 from mx_cli.flows.cuts import config_of, cut_of
+from mx_cli.flows.group import Peer
 from mx_cli.flows.holdings import local_holding
 from mx_cli.flows.in_process import merged
 from mx_cli.flows.pull import Pull, PullRequest
@@ -61,6 +62,8 @@ class RankPull:
         self.puller = Pull(dataclasses.replace(request, to=None), context)
         # That of the weights it is a part of.
         self.identity = ""
+        # Those that the bytes came from; none by another route.
+        self.peers: Sequence[Peer] = ()
         self._begun: set[str] = set()
         self._tensors: dict[str, Any] = {}
 
@@ -90,7 +93,8 @@ class RankPull:
     def _memory(self, shapes: Mapping[str, Shape], shares: Mapping[str, Share], twins: Mapping[str, str]) -> Memory:
         """From here on a route may touch the target."""
         memory = self._make(shapes, shares, twins)
-        self._begun |= shares.keys()
+        if not memory.own:
+            self._begun |= shares.keys()
         return memory
 
     # -- disk ----------------------------------------------------------------------------------------------------
@@ -154,8 +158,8 @@ class RankPull:
             self._tensors, self.identity = memory.tensors(), wanted[0]
             kinds = {name: kind for group in found.groups for name, kind in group.holding.kinds.items()}
             version = min(group.holding.version for group in found.groups)
-            peers = [peer for group in found.groups for peer in group.peers if peer.path]
-            paths = ", ".join(f"{peer.address} by {peer.path}" for peer in peers)
+            self.peers = [peer for group in found.groups for peer in group.peers if peer.path]
+            paths = ", ".join(f"{peer.address} by {peer.path}" for peer in self.peers)
             return Taken(self._received("peer", shares, kinds, moved, version), paths)
         finally:
             peering.close()

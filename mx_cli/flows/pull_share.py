@@ -41,7 +41,8 @@ def pull_share(request: PullRequest, rank: str, rules: str | None, context: Cont
         raise UsageError("--rank: a part has no place in the cache, which keeps whole files", hint="--to DIR")
     deliver.check(Request(request.model, to=request.to), request.model, context.cache().root)
     start = time.monotonic()
-    with NewDirectory(request.to).making() as work, _Files(work, number, {"format": "pt", "rank": rank}) as files:
+    target, metadata = NewDirectory(request.to), {"format": "pt", "rank": rank}
+    with target.making() as work, _Files(target, work, number, metadata) as files:
         pull = RankPull(request, context, rank, rules, sorted, files.make, None, files.keep)
         with watching(context, files):
             received, _ = pull.run()
@@ -52,7 +53,9 @@ def pull_share(request: PullRequest, rank: str, rules: str | None, context: Cont
         route=received.route,
         identity=pull.identity,
         attempts=received.attempts,
-        sources=tuple(Sourced(address, received.route, moved, "") for address, moved in received.sources.items()),
+        sources=tuple(
+            Sourced(peer.address, peer.path, received.sources.get(peer.address, 0), peer.reason) for peer in pull.peers
+        ),
         bytes_total=total,
         bytes_moved=received.bytes,
         seconds=time.monotonic() - start,
@@ -64,17 +67,23 @@ def pull_share(request: PullRequest, rank: str, rules: str | None, context: Cont
 class _Files:
     """The files of one rank in a directory of one's own. A route that begins makes them afresh."""
 
-    def __init__(self, directory: Path, rank: int, metadata: Mapping[str, str]) -> None:
-        self._directory, self._rank, self._metadata = directory, rank, metadata
+    def __init__(self, target: NewDirectory, directory: Path, rank: int, metadata: Mapping[str, str]) -> None:
+        """`directory` is to become `target`."""
+        self._target, self._directory, self._rank, self._metadata = target, directory, rank, metadata
         self._fds: tuple[int, ...] = ()
         self.meter = Meter()
 
     def make(self, shapes: Mapping[str, Shape], shares: Mapping[str, Share], twins: Mapping[str, str]) -> Memory:
-        """See `Make`: places in files. Tied weights are there under each name: a file has no other way to say it."""
+        """See `Make`: places in files. Tied weights are there under each name: a file has no other way to say it.
+
+        Raises UsageError where other files are in the place of these.
+        """
         self._discard()
         self.meter = Meter()
         tensors = {name: (shapes[name][0], share.local_shape) for name, share in shares.items()}
         parts = part_files(tensors, self._rank, self._metadata)
+        # Others that are there are said before anything is read.
+        self._target.has({part.name: part.size for part in parts}, among_others=True)
         check_space(self._directory, sum(part.size for part in parts), len(parts), chosen=True)
         places: dict[str, Place] = {}
         for index, part in enumerate(parts):
@@ -89,7 +98,7 @@ class _Files:
                 raise explain(error, f"making {path}") from None
             places |= {name: Place(start, index) for name, start in part.starts.items()}
         self.meter.files_total = len(parts)
-        return Memory(places, [], dict, self, self._fds, self.meter)
+        return Memory(places, [], dict, self, self._fds, self.meter, own=True)
 
     def keep(self, name: str, data: bytes) -> None:
         """See `Keep`."""

@@ -129,7 +129,8 @@ class IntoMemory:
         bell: Bell,
         entries: Mapping[str, Entry] | None = None,
     ) -> Moved:
-        self._begun |= set(layout.names)
+        if not layout.own:
+            self._begun |= set(layout.names)
         return move(holding, layout.targets, members, bell, self._context, self._put, layout, entries)
 
     def _received(self, name: str, holding: Holding, layout: Layout, moved: Moved) -> Received:
@@ -299,7 +300,7 @@ def own_tensors(
         for name in chosen:
             tensors[name] = torch_tensors.tensor_of(block, offsets.get(name, 0), *every[name])
 
-    return Layout(joined(targets), chosen, finish, block=block)
+    return Layout(joined(targets), chosen, finish, block=block, own=True)
 
 
 def device_number(device: Any) -> int:

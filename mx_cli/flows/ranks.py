@@ -53,7 +53,8 @@ class Memory:
     """Memory for a rank's tensors, by name; `regions` of it are (address, length, device), and `keep` keeps it alive.
 
     `tensors`, called when the bytes are there, hands them out. With `fds` the places are in these files: a place's `device`
-    is an index of them, its `address` a byte of that file. `meter` counts what comes for it, from all sources.
+    is an index of them, its `address` a byte of that file. `meter` counts what comes for it, from all sources. `own`: it was
+    made for one route, and no other has written to it.
     """
 
     places: dict[str, Place]
@@ -62,6 +63,7 @@ class Memory:
     keep: object
     fds: tuple[int, ...] = ()
     meter: Meter = field(default_factory=Meter)
+    own: bool = False
 
     def sink(self, rows: Sequence[Rows], copy_along: int, put: Put | None) -> RowsSink:
         """Takes the rows to their places."""
@@ -93,7 +95,7 @@ def own_memory(
             for name, share in shares.items()
         }
 
-    return Memory(places, [(base, size, device)], tensors, block)
+    return Memory(places, [(base, size, device)], tensors, block, own=True)
 
 
 def _bytes(name: str, dtype: str, share: Share) -> int:

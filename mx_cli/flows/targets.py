@@ -28,6 +28,7 @@ class Layout:
 
     `kinds` of the tensors, where the target knows them and not only the source. `block`: the tensor of bytes that all of
     it lies in, where there is one. `keep`: what keeps the memory of the targets alive beside it.
+    `own`: the memory was made with this layout, and nobody else has written to it.
     """
 
     targets: list[Extent]
@@ -36,6 +37,7 @@ class Layout:
     kinds: Mapping[str, str] = field(default_factory=dict)
     block: Any = None
     keep: object = None
+    own: bool = False
 
 
 def pieces_of(holding: Holding, dtypes: Mapping[str, str]) -> list[Piece]:

@@ -73,6 +73,8 @@ def test_the_part_by_every_route(route: str, hosts: Hosts, s3: servers.S3, tmp_p
     assert (to / "config.json").read_bytes() == (tmp_path / "model" / "config.json").read_bytes()
     assert sorted(path.name for path in to.iterdir()) == ["config.json", "model-rank-1-part-0.safetensors"]
     assert tp.size(expected) <= said["bytes_moved"] < tp.size(whole)
+    paths = [(one["path"], one["bytes"]) for one in said["sources"]]
+    assert paths == ([("socket", said["bytes_moved"])] if route == "peer" else [])
     if route in ("cache", "peer"):
         assert s3.bytes_served(".safetensors") <= (tmp_path / "model" / "model.safetensors.index.json").stat().st_size
     before = tree(to)
@@ -81,6 +83,27 @@ def test_the_part_by_every_route(route: str, hosts: Hosts, s3: servers.S3, tmp_p
     other = hosts("pull", uri, "--rank", "0/2", "--route", route, "--to", to, host="b", env=s3.env).exits(2)
     assert "with other files in it" in other.err
     assert tree(to) == before
+
+
+@pytest.mark.parametrize("there", ["a file", "a link", "other files"])
+def test_a_place_that_is_taken_is_said_before_weights_are_read(
+    there: str, hosts: Hosts, s3: servers.S3, tmp_path: Path
+) -> None:
+    tp.write(tmp_path / "model")
+    s3.put_tree("model", tmp_path / "model")
+    to, other = tmp_path / "out", tmp_path / "other"
+    other.mkdir()
+    if there == "a file":
+        to.write_text("mine")
+    elif there == "a link":
+        to.symlink_to(other)
+    else:
+        to.mkdir()
+        (to / "notes.txt").write_text("mine")
+    refused = hosts("pull", s3.uri("model"), "--rank", "0/2", "--to", to, env=s3.env).exits(2)
+    assert "is there already" in refused.err
+    assert s3.bytes_served(".safetensors") <= headers(tmp_path / "model")
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
 
 
 def test_the_usual_routes_of_a_part(hosts: Hosts, s3: servers.S3, tmp_path: Path) -> None:

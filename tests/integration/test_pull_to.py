@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from mx_cli.base.errors import UsageError
 from mx_cli.base.process import boot_id, pid_namespace, start_time
 from mx_cli.flows.new_directory import NewDirectory
 from tests.rig.checkpoints import make_checkpoint, tree
@@ -68,6 +69,13 @@ def test_what_a_killed_pull_left_goes_with_the_next(
     assert hosts("pull", served.content, "--to", to, host="b").code == 0
     assert [path.name for path in to.parent.iterdir()] == ["to"]
     assert tree(to) == tree(checkpoint)
+
+
+def test_a_mount_point_is_refused_before_anything_is_filled() -> None:
+    filled = []
+    with pytest.raises(UsageError, match="is a mount point"), NewDirectory(Path("/dev/shm")).making() as work:
+        filled.append(work)
+    assert not filled
 
 
 def work_of(directory: NewDirectory, boot: str = "", namespace: int = 0) -> Path:

@@ -87,6 +87,31 @@ def test_what_the_origin_has_digests_of_is_not_fetched_twice(
     assert again.json()["identity"].startswith("mx1c-")
 
 
+@capability("moto")
+def test_what_is_there_already_is_compared_with_the_identity(
+    hosts: Hosts, s3stub: Callable[..., servers.S3Stub], tmp_path: Path
+) -> None:
+    for name in ("model", "other"):
+        make_checkpoint(tmp_path / name, seed=name)
+    store = s3stub()
+    store.put_tree("model", tmp_path / "model")
+    other = hosts("hash", tmp_path / "other", "--kind", "content").ok().out.strip()
+    more = ("--route", "stream", "--to", tmp_path / "out")
+    hosts("pull", store.uri("model"), *more, env=store.env).ok()
+    refused = hosts("pull", other, "--origin", store.uri("model"), *more, env=store.env).exits(17)
+    assert "other weights" in refused.err
+    assert tree(tmp_path / "out") == tree(tmp_path / "model")
+
+
+@pytest.mark.parametrize("more", [(), ("--route", "stream"), ("--route", "stream", "--rank", "0/2")])
+def test_a_model_gets_nothing_put_into_it(more: tuple[str, ...], hosts: Hosts, tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model")
+    before = tree(model)
+    refused = hosts("pull", model, *more, "--to", model / "out").exits(2)
+    assert "lies inside the origin" in refused.err
+    assert tree(model) == before
+
+
 def test_a_stream_needs_a_place(hosts: Hosts, hub: servers.Hub, tmp_path: Path) -> None:
     hub.commit(checkpoint_files())
     assert "--to DIR" in hosts("pull", hub.uri, "--route", "stream", env=hub.env).exits(2).err
@@ -389,6 +414,33 @@ def test_what_a_route_began_is_not_left_half_done_by_the_next(
     (error,) = errors
     assert isinstance(error, (Incompatible, TransportFailed))
     assert "stream: it lacks made in training, which another route began to fill" in error.what
+
+
+def test_new_tensors_are_not_what_another_route_began(hub: servers.Hub, tmp_path: Path, here: dict[str, Any]) -> None:
+    """Nothing of them is half done, so the store need not have all that a peer had."""
+    import torch
+
+    whole = tp.write(tmp_path / "model")
+    revision = hub.commit(tmp_path / "model")
+    more = {**whole, "made in training": torch.ones(4 << 20)}
+    found: list[dict[str, Any]] = []
+
+    def read(address: str) -> None:
+        found.append(
+            mx_cli.pull(
+                hub.uri, revision=revision, peers=[address], path="socket", routes=["peer", "stream"],
+                connect_timeout=2.0, peer_stall_timeout=2.0, **here,
+            )
+        )  # fmt: skip
+
+    with mx_cli.serve(more, origin=(hub.uri, revision), **here) as peer, slow(peer.address, MIB) as relay:
+        reader = threading.Thread(target=read, args=[relay.address])
+        reader.start()
+        relay.wait_full()
+        relay.close()
+        reader.join(60)
+    (tensors,) = found
+    assert not tp.differing(tensors, whole)
 
 
 def test_content_cannot_be_told_before_it_is_read(
