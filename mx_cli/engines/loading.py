@@ -114,6 +114,8 @@ class Loading:
         Raises what the last route raised, UsageError for options that contradict each other, and the engine's own errors.
         """
         self._found = self._engine.agree(self._find)
+        if isinstance(self._found, UsageError):
+            raise self._found
         if self._options.stage == "processed" and "peer" in self._routes:
             self._routes.remove("peer")
             module = self._processed_from_peer()
@@ -133,9 +135,8 @@ class Loading:
     def _find(self) -> Weights | MxError:
         try:
             return weights_of(self._options, self._started.model, self._started.revision, self._context)
-        except UsageError:
-            raise
         except MxError as error:
+            # Raised by all of them: who waits for what one rank found would wait for ever.
             return error
 
     def _weights(self) -> Weights:
@@ -215,6 +216,8 @@ class Loading:
         puller = Pull(request, self._context)
         try:
             outcome = puller.run()
+        except route.OF_THE_CACHE as error:
+            raise NoPeer(f"the files of peers come by way of the cache ({error.what})") from None
         finally:
             puller.leave()
         who = ", ".join(f"{one.address} by {one.path}" for one in outcome.sources) or "another process had it fetched"
