@@ -138,14 +138,17 @@ def _nixl(
     network = Network(settings.interface, settings.data_ports, loopback=is_loopback(session.address))
     capability = grant.access["nixl"]
     gpu = any(row[2] != HOST for row in regions) or any(row.device != HOST for row in extents_of(capability))
-    agents: list[Agent] = []
 
     def make() -> Agent:
-        agents.append(Agent(new_generation(), network, gpu=gpu, trace=True))
-        return agents[-1]
+        return Agent(new_generation(), network, gpu=gpu, trace=True)
 
+    first = make()
     try:
-        path = NixlRead(make(), capability, regions, reads())
+        path = NixlRead(first, capability, regions, reads())
+    except BaseException:
+        first.destroy()
+        raise
+    try:
         found = path.probe(PROBE_TIMEOUT, context.stop.wait)
         if "rdma" in wish.require and not found.rdma:
             raise TransportFailed(f"the READ went by {found.path or 'another way'}, not by RDMA")
@@ -154,7 +157,6 @@ def _nixl(
         if found.copied_by_kernel and path.size >= WORTH_A_LANE:
             path.use_lanes([make() for _ in range(1, lanes())])
     except BaseException:
-        for agent in agents:
-            agent.destroy()
+        path.close()
         raise
     return path, "nixl-read", f"{found.path or 'by UCX'}, {found.bytes_per_second / 1e9:.1f} GB/s probed"

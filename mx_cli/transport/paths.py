@@ -124,7 +124,7 @@ class NixlRead:
     """Path `nixl-read`: READs out of the peer's memory, by agents of this path's own.
 
     Closing destroys the agents, which is the barrier. `regions`: own memory that bytes will land in, (address, length,
-    device). One agent has `window` reads on their way at once; where the kernel copies (`add_lane`) each has one.
+    device). One agent has `window` reads on their way at once; where the kernel copies (`use_lanes`) each has one.
     """
 
     name = "nixl-read"
@@ -156,12 +156,15 @@ class NixlRead:
         """From now on each agent, the first one and these, makes one read at a time: before the first `bring`.
 
         Within one host the kernel copies in `post`: two copies of one agent would wait for each other, those of two use two
-        cores. Each costs as much as the first one; raises TransportFailed, after which `close` destroys those too.
+        cores. Each costs as much as the first one. They only save time: from the first that cannot be had on, none is used.
         """
-        for agent in agents:
-            self._connect(agent)
         self._idle = queue.SimpleQueue()
-        for agent in self._agents:
+        self._idle.put(self._agents[0])
+        for agent in agents:
+            try:
+                self._connect(agent)
+            except TransportFailed:
+                return
             self._idle.put(agent)
 
     def _connect(self, agent: Agent) -> None:
@@ -253,11 +256,14 @@ class NixlRead:
 
     def close(self) -> None:
         """Raises StillLanding when an agent cannot be destroyed: what its reads land in must not be used again."""
+        from mx_cli.transport.nixl import LIMIT
+
         self._inside.close(LEAVE)
         landing: StillLanding | None = None
+        end = time.monotonic() + LIMIT
         for agent in self._agents:
             try:
-                agent.destroy()
+                agent.destroy(max(0.0, end - time.monotonic()))
             except StillLanding as error:
                 landing = error
         if landing:

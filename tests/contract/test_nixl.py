@@ -6,11 +6,13 @@ A habit that is gone ends its test as `mended by a newer NIXL`: then the cure ca
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import itertools
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import textwrap
@@ -23,7 +25,7 @@ from typing import Any
 
 import pytest
 
-from mx_cli.base.errors import MissingCapability, TransportFailed, UsageError
+from mx_cli.base.errors import MissingCapability, StillLanding, TransportFailed, UsageError
 from mx_cli.engine.buffers import Pool
 from mx_cli.engine.ports import Memory, ReadItem
 from mx_cli.engine.threads import Flight
@@ -304,6 +306,33 @@ def test_no_usable_network_is_explained(monkeypatch: pytest.MonkeyPatch) -> None
     ) as e:
         Agent("a", Network(loopback=True)).blob()
     assert "=lo" not in e.value.what
+
+
+@contextlib.contextmanager
+def few_ports(free: int) -> Iterator[str]:
+    """A range of four ports of which so many are free on lo."""
+    with contextlib.ExitStack() as stack:
+        for first in range(29000, 32000, 4):
+            held = []
+            for port in range(first, first + 4):
+                one = stack.enter_context(socket.socket())
+                with contextlib.suppress(OSError):
+                    one.bind(("127.0.0.1", port))
+                    held.append(one)
+            if len(held) == 4:
+                break
+        for one in held[:free]:
+            one.close()
+        yield f"{first}-{first + 3}"
+
+
+def test_no_free_port_is_said() -> None:
+    """UCX by itself would look for one for ever, inside the call."""
+    with few_ports(0) as ports:
+        agent = Agent(fresh("a"), Network(loopback=True, data_ports=ports))
+        with pytest.raises(TransportFailed, match=f"{ports}.*no port is free on lo"):
+            agent.blob()
+        agent.destroy()
 
 
 def sockets(pid: int) -> list[tuple[str, int, str, int, bool]]:
@@ -731,34 +760,74 @@ def test_gpu_memory_is_read() -> None:
         agent.destroy()
 
 
-def test_lanes_copy_side_by_side_and_end_together() -> None:
-    size = 8 * MIB
-    with source(fresh("source"), size=size) as peer:
-        agents = [Agent(fresh("lane"), Network()) for _ in range(3)]
-        pool = Pool(size)
+class Lanes:
+    """A path by three agents to all of a source, a MiB at a time, into memory of its own."""
+
+    def __init__(self, peer: Source, network: Network) -> None:
+        self.size = peer.size
+        self.agents = [Agent(fresh("lane"), network) for _ in range(3)]
+        self.pool = Pool(peer.size)
         capability = {
             "name": peer.name,
             "blob": base64.b64encode(peer.blob).decode(),
             "digest": peer.digest,
-            "extents": [["f", 0, size, peer.address, -1]],
+            "extents": [["f", 0, peer.size, peer.address, -1]],
         }
-        path = NixlRead(agents[0], capability, [(pool.address, size, -1)], 4)
-        assert path.size == size
-        path.use_lanes(agents[1:])
-        items = [ReadItem(Entry("f", size), at, MIB) for at in range(0, size, MIB)]
+        self.path = NixlRead(self.agents[0], capability, [(self.pool.address, peer.size, -1)], 4)
+        assert self.path.size == peer.size
+        self.path.use_lanes(self.agents[1:])
 
-        def bring(item: ReadItem) -> int:
-            memory = Memory(((0, MIB, pool.address + item.offset),))
-            flight = Flight(item, memory)
-            path.bring(item, memory, flight)
-            return flight.moved
+    def bring(self, at: int) -> int:
+        item = ReadItem(Entry("f", self.size), at, MIB)
+        memory = Memory(((0, MIB, self.pool.address + at),))
+        flight = Flight(item, memory)
+        self.path.bring(item, memory, flight)
+        return flight.moved
 
+    def bring_all(self) -> None:
         with ThreadPoolExecutor(4) as threads:
-            assert sum(threads.map(bring, items)) == size
-        assert bytes(pool.view[:size]) == bytes([7]) * size
-        path.close()
-        for agent in agents:
+            assert sum(threads.map(self.bring, range(0, self.size, MIB))) == self.size
+        assert bytes(self.pool.view[: self.size]) == bytes([7]) * self.size
+
+
+def test_lanes_copy_side_by_side_and_end_together() -> None:
+    with source(fresh("source"), size=8 * MIB) as peer:
+        lanes = Lanes(peer, Network())
+        lanes.bring_all()
+        lanes.path.close()
+        for agent in lanes.agents:
             with pytest.raises(TransportFailed, match="destroyed"):
                 agent.blob()
         with pytest.raises(TransportFailed, match="given up"):
-            bring(items[0])
+            lanes.bring(0)
+
+
+@pytest.mark.parametrize("free", [1, 2])
+def test_lanes_that_cannot_be_had_are_left_out(free: int) -> None:
+    with source(fresh("source"), size=8 * MIB) as peer, few_ports(free) as ports:
+        lanes = Lanes(peer, Network(loopback=True, data_ports=ports))
+        lanes.bring_all()
+        lanes.path.close()
+
+
+def test_lanes_whose_source_is_killed_end(target: Callable[..., Target]) -> None:
+    with source(fresh("source"), size=8 * MIB) as peer:
+        lanes = Lanes(peer, Network())
+        lanes.bring_all()
+        peer.kill()
+        for at in range(3):
+            with pytest.raises(TransportFailed):
+                lanes.bring(at * MIB)
+        lanes.path.close()
+
+
+def test_a_lane_that_is_blocked_keeps_no_other_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl, "LIMIT", 0.1)
+    with source(fresh("source"), size=MIB) as peer:
+        lanes = Lanes(peer, Network())
+        # As by a call that does not come back.
+        with lanes.agents[0]._lock, lanes.agents[1]._lock, pytest.raises(StillLanding, match="blocked"):
+            lanes.path.close()
+        with pytest.raises(TransportFailed, match="destroyed"):
+            lanes.agents[2].blob()
+        lanes.path.close()
