@@ -187,8 +187,9 @@ class Lifted(Threads):
     def read(self, flight: Flight) -> Done:
         copy = _Copy(flight, self._throttle, lambda block: self.tell(Done(flight.item, (block,))))
         error: MxError | NoRanges | None = None
-        buffer = self._buffers.take()
+        buffer: memoryview | None = None
         try:
+            buffer = self._buffers.take()
             if flight.item.length != 0 and not flight.aborted:
                 stream = self._reader.open(flight.item)
                 flight.attach(stream)
@@ -204,7 +205,8 @@ class Lifted(Threads):
             error = TransportFailed(f"reading {flight.item.entry.path}: {type(failure).__name__}: {failure}")
             error.__cause__ = failure
         finally:
-            self._buffers.give(buffer)
+            if buffer is not None:
+                self._buffers.give(buffer)
         if flight.aborted and error is None and not copy.complete:
             error = Unreachable(f"{flight.item.entry.path}: given up")
         return Done(flight.item, copy.rest(), finished=True, error=error, received=copy.position - flight.item.offset)

@@ -7,7 +7,17 @@ import threading
 import pytest
 
 from mx_cli.base.cancel import Stop
-from mx_cli.base.errors import AccessDenied, IntegrityError, Interrupted, MxError, NotFound, OriginChanged, Unreachable
+from mx_cli.base.errors import (
+    AccessDenied,
+    IntegrityError,
+    Interrupted,
+    MxError,
+    NoSpace,
+    NotFound,
+    OriginChanged,
+    Unreachable,
+)
+from mx_cli.engine.buffers import Pool
 from mx_cli.engine.meter import Meter
 from mx_cli.engine.ports import ReadItem
 from mx_cli.engine.retry import Gate
@@ -214,6 +224,21 @@ def test_a_failing_sink_stops_the_transfer(bench: Bench) -> None:
     bench.sink.failure = IntegrityError("found while verifying")
     with pytest.raises(IntegrityError, match="found while"):
         bench.run()
+
+
+def test_who_has_no_buffer_ends_with_an_error() -> None:
+    """A thread that ended in silence would leave its item in flight for ever."""
+
+    def refuse(pool: Pool) -> None:
+        raise NoSpace("no memory can be locked")
+
+    source = Lifted(MemoryReader({"f": b"bytes"}), made=refuse)
+    item = ReadItem(entry_of("f", 5), 0, 5)
+    source.start(item, MemorySink().acquire(item))
+    (done,) = source.poll(30)
+    assert done.finished
+    assert isinstance(done.error, NoSpace)
+    source.close()
 
 
 def test_small_items_wait_their_turn_without_counting_as_stalled() -> None:
