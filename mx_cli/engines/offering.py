@@ -144,7 +144,11 @@ class Offering:
             self.drop("")
             self._log(f"{self._who}: not served: the weights have changed since they were loaded")
             return None
-        handle.publish()
+        try:
+            handle.publish()
+        except BaseException:
+            handle.close()
+            raise
         beside = self._beside()
         kept = f"; {units.size(beside)} of them are kept for readers only" if beside else ""
         self._log(f"{self._who}: serves stage {self._named.stage} at {handle.address}{kept}")

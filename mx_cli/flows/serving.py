@@ -76,6 +76,7 @@ class Serving:
         self._started = time.time()
         self._lost: set[str] = set()
         self._ending = threading.Lock()
+        self._closed = False
         known = trust.accepted(context, offer.listen)
         if offer.tls_key and not offer.tls_cert:
             raise UsageError("--tls-key without --tls-cert")
@@ -145,14 +146,21 @@ class Serving:
             self.publish()
 
     def publish(self) -> None:
-        """From now on discovery knows, where it does not yet. Blocks for a moment; idempotent."""
-        if self._beating:
-            return
-        settings = self._context.settings
-        directory = open_directory(settings.discovery, self._context.cache().root, settings.record_beat)
-        beating = Beating(directory, self.record, settings.record_beat, self._context.warn, self._break)
-        beating.start()
-        self._beating = beating
+        """From now on discovery knows, where it does not yet. Blocks for a moment; idempotent. UsageError once it is closed."""
+        with self._ending:
+            if self._closed:
+                raise UsageError("this peer is closed", hint="serve again")
+            if self._beating:
+                return
+            settings = self._context.settings
+            directory = open_directory(settings.discovery, self._context.cache().root, settings.record_beat)
+            beating = Beating(directory, self.record, settings.record_beat, self._context.warn, self._break)
+            try:
+                beating.start()
+            except BaseException:
+                beating.close()
+                raise
+            self._beating = beating
 
     def renew(self, holding: Holding, held: Held | None = None) -> None:
         """The weights have changed: another version from now on."""
@@ -221,6 +229,7 @@ class Serving:
     def close(self) -> None:
         """End everything at once. Idempotent, from any thread."""
         with self._ending:
+            self._closed = True
             _lives.pop(self.generation, None)
             if self._beating:
                 self._beating.close()

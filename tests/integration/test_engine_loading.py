@@ -367,6 +367,16 @@ def test_a_withdrawal_before_the_offer_has_begun_wins(start: Callable[..., Start
     eventually(lambda: one.offering.address)
 
 
+def test_who_cannot_have_its_name_leaves_nothing_open(start: Callable[..., Start]) -> None:
+    one, two = start(serve=True, name="web"), start("b", serve=True, name="web")
+    served(one)
+    two.run()
+    two.offering.offer()
+    assert two.offering.address == ""
+    assert "not served: " in two.said[-1]
+    assert [thread.name for thread in threading.enumerate()].count("mx-lobby") == 1
+
+
 def test_an_address_for_others_without_a_secret_is_found_out_at_once(start: Callable[..., Start]) -> None:
     with pytest.raises(UsageError, match="there is no secret"):
         start(serve=True, listen="0.0.0.0:0")
@@ -399,3 +409,14 @@ def test_at_the_stage_checkpoint_engines_exchange_files(start: Callable[..., Sta
     one_more.run()
     one_more.offering.offer()
     assert one_more.offering.address == ""
+
+
+def test_what_is_wrong_with_the_options_is_said_in_every_rank(start: Callable[..., Start]) -> None:
+    """One rank finds it, and the others wait for what it found."""
+    one = start(uri="s3://")
+    found: list[Any] = []
+    one.engine.agree = lambda find: found.append(find()) or found[0]  # type: ignore[method-assign, func-returns-value]
+    with pytest.raises(UsageError):
+        one.run()
+    assert isinstance(found[0], UsageError)
+    assert one.engine.built == 0

@@ -643,7 +643,7 @@ def test_a_closed_handle_is_closed(place: Path) -> None:
     tensors = {"w": torch.ones(10)}
     handle = mx_cli.serve(tensors, **settings(place))
     options = {"peers": [handle.address], "routes": ["peer"], **settings(place)}
-    references = sys.getrefcount(tensors)
+    references, address = sys.getrefcount(tensors), handle.address
     handle.close()
     handle.close()
     assert sys.getrefcount(tensors) < references
@@ -651,6 +651,9 @@ def test_a_closed_handle_is_closed(place: Path) -> None:
         mx_cli.pull(handle.identities["content"], **options)
     with pytest.raises(UsageError, match="closed"), handle.update():
         pytest.fail("its block must not run")
+    with pytest.raises(UsageError, match="closed"):
+        handle.publish()
+    assert address not in [json.loads(one.read_text())["address"] for one in (place / "peers").glob("*.json")]
 
 
 def test_a_process_does_not_find_itself(place: Path, source: TensorSource) -> None:
