@@ -186,9 +186,9 @@ class Handle:
             found = cuda.allocations_of(row.address for row in described.extents if row.device == device)
             regions += [(block.address, block.length, device) for block in found]
         if self._agent is None or regions != self._regions:
+            self._regions = []
             if self._agent is not None:
                 self._agent.destroy()
-            self._regions = []
             self._agent = self._new_agent(described.holding.version, bool(gpu))
             self._agent.register(regions)
             self._regions = regions

@@ -177,12 +177,13 @@ def carry(
             context.warn(landing.what)
         raise
     seconds = time.perf_counter() - start
-    source.close()
+    if landing := close(source, transfer, memory):
+        raise landing
     return Moved(sum(member.bytes for member in members), seconds, {member.name: member.bytes for member in members})
 
 
 def close(source: Source, transfer: Transfer, memory: object) -> StillLanding | None:
-    """Close the source of a transfer that failed. What it says when a read cannot be ended: then `memory` is kept for ever."""
+    """Close the source of a transfer that is over. What it says when a read cannot be ended: then `memory` is kept for ever."""
     landing = None
     try:
         source.close()

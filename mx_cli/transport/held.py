@@ -148,11 +148,8 @@ class InMemory:
         if keep is None:
             raise NotFound(f"{file} is not offered any more")
         for extent in self._extents.cut(file, offset, offset + length):
-            if extent.device == HOST and self._lent:
-                yield from _read_carefully(extent)
-            elif extent.device == HOST:
-                view = at_address(extent.address, extent.length)
-                yield from (view[at : at + STEP] for at in range(0, extent.length, STEP))
+            if extent.device == HOST:
+                yield from _read_carefully(extent) if self._lent else _views(extent)
             else:
                 yield from self._copied(extent)
 
@@ -172,9 +169,19 @@ class InMemory:
         self._keep = None
 
 
+def _views(extent: Extent) -> Iterator[memoryview]:
+    view = at_address(extent.address, extent.length)
+    return (view[at : at + STEP] for at in range(0, extent.length, STEP))
+
+
 def _read_carefully(extent: Extent) -> Iterator[memoryview]:
     """Copies of host memory. Raises NotFound where there is none any more: reading that directly would end the process."""
-    fd = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fd = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        # Closed in some sandboxes, and to a process that may not be dumped.
+        yield from _views(extent)
+        return
     try:
         buffer = memoryview(bytearray(min(STEP, extent.length)))
         for at in range(0, extent.length, STEP):
