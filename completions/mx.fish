@@ -187,7 +187,7 @@ complete -c mx -n '__mx_at mx pull' -l to -d 'make this directory, not a snapsho
 complete -c mx -n '__mx_at mx pull' -l rank -d 'only this ranks part of each tensor, counted from 0; with --to env MX_RANK' -x
 complete -c mx -n '__mx_at mx pull' -l rules -d 'how tensors are split over ranks: llama, qwen, mistral, mixtral, deepseek, or a JSON file default the family of config.json env MX_RULES' -x -a 'FILE NAME'
 complete -c mx -n '__mx_at mx pull' -l peer -d 'this peer, not those of discovery; may be repeated env MX_PEER, separated by blanks' -x
-complete -c mx -n '__mx_at mx pull' -l route -d 'where to take it from, in order: peer, cache, origin (into the cache), stream (past it) default all four; with --rank peer,cache,stream env MX_ROUTE' -x
+complete -c mx -n '__mx_at mx pull' -l route -d 'where to take it from, in order: peer, cache, origin (into the cache), stream (past it) default all, stream only with --to; with --rank peer,cache,stream env MX_ROUTE' -x
 complete -c mx -n '__mx_at mx pull' -l require -d 'what the way from a peer must be: rdma, or encrypted (path socket) env MX_REQUIRE' -x
 complete -c mx -n '__mx_at mx pull' -l path -d 'the way from a peer: NIXL reads its memory, or TLS sockets env MX_PATH' -x -a 'auto nixl-read socket'
 complete -c mx -n '__mx_at mx pull' -l origin -d 'where an IDENTITY comes from when no peer and no snapshot has it env MX_ORIGIN' -x

@@ -16,7 +16,7 @@ from mx_cli.base import canonical
 from mx_cli.base.oserrors import explain
 from mx_cli.cache.journal import Claim, Journal, claims
 from mx_cli.cache.layout import Model, make_dirs, names, part_id
-from mx_cli.cache.reserve import reserve
+from mx_cli.cache.reserve import allocated, reserve
 from mx_cli.cache.reuse import clone_or_copy
 from mx_cli.engine.meter import Meter
 from mx_cli.engine.verify import read_through
@@ -150,10 +150,7 @@ class Parts:
 
     def allocated(self, entry: Entry) -> int:
         """Bytes of disk that the part has already."""
-        try:
-            return os.stat(self.path(entry)).st_blocks * 512
-        except FileNotFoundError:
-            return 0
+        return allocated(self.path(entry))
 
     def have(self, entry: Entry) -> list[Span]:
         """The blocks of an existing part that are right: each that a journal claims is hashed again, once. Reads much."""

@@ -67,6 +67,14 @@ def _memory_left() -> int:
     return 1 << 62
 
 
+def allocated(path: Path | str) -> int:
+    """Bytes of disk that a file has already; 0 when there is none. Raises OSError."""
+    try:
+        return os.stat(path).st_blocks * 512
+    except FileNotFoundError:
+        return 0
+
+
 def check_space(root: Path, need: int, files: int, *, chosen: bool) -> None:
     """Raise NoSpace unless the whole set fits; refuse to fill a node through a root that nobody chose."""
     place = filesystem(root)

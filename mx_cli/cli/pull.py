@@ -60,7 +60,7 @@ def pull(
             "--route",
             metavar="LIST",
             help="where to take it from, in order: peer, cache, origin (into the cache), stream (past it) "
-            "[default all four; with --rank peer,cache,stream]",
+            "[default all, stream only with --to; with --rank peer,cache,stream]",
         ),
     ] = None,
     require: Annotated[

@@ -10,7 +10,7 @@ from pathlib import Path
 from mx_cli.base.errors import IntegrityError, OriginChanged
 from mx_cli.base.oserrors import explain
 from mx_cli.cache.layout import make_dirs, sync_directory
-from mx_cli.cache.reserve import check_space, reserve
+from mx_cli.cache.reserve import allocated, check_space, reserve
 from mx_cli.engine.meter import Meter
 from mx_cli.engine.ports import Block, Source
 from mx_cli.engine.run import Limits, Transfer, cores
@@ -60,7 +60,9 @@ class WholeFiles:
 
     def _transfer(self, source: Source, limits: Limits, suspects: list[Entry]) -> None:
         todo = [entry for entry in self._entries if entry.path not in self._done]
-        check_space(self._directory, sum(entry.size or 0 for entry in todo), len(todo), chosen=True)
+        # After a first try they have their room.
+        need = sum(max(0, (entry.size or 0) - allocated(self._directory / entry.path)) for entry in todo)
+        check_space(self._directory, need, len(todo), chosen=True)
         sink = FileSink(self._open, self._consumers, _claim_nothing, self._complete, self.meter, max(2, cores()))
         context = self._context
         gate = context.gates[source.caps.host]
