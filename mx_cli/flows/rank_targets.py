@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mx_cli.base.errors import Incompatible, UsageError
+from mx_cli.base.errors import UsageError
 from mx_cli.flows.pull_memory import Shape, compare_tables
 from mx_cli.flows.ranks import Memory, Place, own_memory
-from mx_cli.flows.targets import ALIGN, byte_block
+from mx_cli.flows.targets import ALIGN, byte_block, torn
 from mx_cli.model.share import Share
 from mx_cli.sinks.torch_tensors import Described
 
@@ -37,9 +37,9 @@ def into(described: Sequence[Described], *, allow_missing: bool, allow_extra: bo
     """Tensors that are there: those that lie in one run get their bytes directly, others by a copy."""
 
     def choose(local: Mapping[str, Shape]) -> Sequence[str]:
-        present = {_memory(one) for one in described if one.name in local}
+        present = {one.memory for one in described if one.name in local}
         wanted: dict[str, Shape] = {
-            one.name: (one.dtype, one.shape) for one in described if one.name in local or _memory(one) not in present
+            one.name: (one.dtype, one.shape) for one in described if one.name in local or one.memory not in present
         }
         return compare_tables(local, wanted, allow_missing=allow_missing, allow_extra=allow_extra)
 
@@ -49,34 +49,23 @@ def into(described: Sequence[Described], *, allow_missing: bool, allow_extra: bo
     return choose, make
 
 
-def _memory(one: Described) -> object:
-    return one.tensor.data_ptr(), one.tensor.stride(), one.shape, one.dtype, one.device
-
-
 def _distinct(described: Sequence[Described], twins: Mapping[str, str]) -> list[Described]:
     """One of each memory. Raises Incompatible where the source has different bytes for it, or where some overlaps."""
     kept: dict[object, Described] = {}
     for one in described:
-        first = kept.setdefault(_memory(one) if one.size else one.name, one)
+        first = kept.setdefault(one.memory if one.size else one.name, one)
         if first is not one and twins.get(one.name, one.name) != twins.get(first.name, first.name):
-            raise _torn(first.name, one.name)
+            raise torn(first.name, one.name)
     found = sorted(kept.values(), key=lambda one: (one.device, one.tensor.data_ptr()))
     for before, after in itertools.pairwise(one for one in found if one.size):
         if before.device == after.device and after.tensor.data_ptr() < _reach(before):
-            raise _torn(before.name, after.name)
+            raise torn(before.name, after.name)
     return found
 
 
 def _reach(one: Described) -> int:
     steps = zip(one.tensor.shape, one.tensor.stride(), strict=True)
     return int(one.tensor.data_ptr() + (1 + sum((size - 1) * step for size, step in steps)) * one.tensor.element_size())
-
-
-def _torn(name: str, other: str) -> Incompatible:
-    return Incompatible(
-        f"tensors do not agree: {name} and {other} share memory here, and differ at the source",
-        hint="untie them, or mx_cli.pull() gives new tensors",
-    )
 
 
 def _target(described: Sequence[Described]) -> Memory:

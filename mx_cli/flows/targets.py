@@ -48,8 +48,8 @@ def pieces_of(holding: Holding, dtypes: Mapping[str, str]) -> list[Piece]:
 
 def filled_by_twins(described: Sequence[Described], offered: Mapping[str, object]) -> set[str]:
     """Names that are not offered, of tensors that are the very same memory as one that is (tied weights)."""
-    present = {_memory(one) for one in described if one.name in offered}
-    return {one.name for one in described if one.name not in offered and _memory(one) in present}
+    present = {one.memory for one in described if one.name in offered}
+    return {one.name for one in described if one.name not in offered and one.memory in present}
 
 
 def layout_of(holding: Holding, described: Sequence[Described]) -> Layout:
@@ -85,10 +85,6 @@ def layout_of(holding: Holding, described: Sequence[Described]) -> Layout:
     return Layout([extent for extent, _ in extents], [one.name for one in described], finish)
 
 
-def _memory(one: Described) -> object:
-    return one.tensor.data_ptr(), one.tensor.stride(), one.shape, one.dtype, one.device
-
-
 def _without_twins(holding: Holding, described: Iterable[Described]) -> tuple[list[Described], set[str]]:
     """One of each memory, and the names of several for one whose digests nobody knows: their bytes have to be compared.
 
@@ -97,19 +93,20 @@ def _without_twins(holding: Holding, described: Iterable[Described]) -> tuple[li
     kept: dict[object, Described] = {}
     doubtful: dict[str, Described] = {}
     for one in described:
-        twin = kept.setdefault(_memory(one) if one.size else one.name, one)
+        twin = kept.setdefault(one.memory if one.size else one.name, one)
         if twin is one or place_of(holding, twin.name) == place_of(holding, one.name):
             continue
         blocks = [holding.by_name[name].blocks for name in (twin.name, one.name) if name not in holding.aliases]
         if len(blocks) < 2 or (any(blocks) and blocks[0] != blocks[1]):
-            raise _torn(twin.name, one.name)
+            raise torn(twin.name, one.name)
         if not any(blocks):
             doubtful |= {twin.name: twin, one.name: one}
     first = {one.name for one in kept.values()}
     return [*kept.values(), *(one for name, one in doubtful.items() if name not in first)], set(doubtful)
 
 
-def _torn(name: str, other: str) -> Incompatible:
+def torn(name: str, other: str) -> Incompatible:
+    """Of two tensors that are one memory here, and two at the source."""
     return Incompatible(
         f"tensors do not agree: {name} and {other} share memory here, and differ at the source",
         hint="untie them, or mx_cli.pull() gives new tensors",
@@ -147,7 +144,7 @@ def _refuse_overlaps(extents: Iterable[tuple[Extent, str]]) -> None:
     rows = sorted(extents, key=lambda row: (row[0].device, row[0].address))
     for (one, name), (other, other_name) in itertools.pairwise(rows):
         if one.device == other.device and other.address < one.address + one.length:
-            raise _torn(name, other_name)
+            raise torn(name, other_name)
 
 
 def _through_copies(
@@ -216,4 +213,4 @@ def _check(copies: Iterable[tuple[Described, Any]]) -> None:
     for one, expected in copies:
         here = one.tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
         if not torch.equal(here.view(torch.uint8), expected.to(here.dtype).reshape(-1).view(torch.uint8)):
-            raise _torn(one.name, "others")
+            raise torn(one.name, "others")

@@ -45,6 +45,11 @@ class Described:
     tensor: Any
     packed: bool = False
 
+    @property
+    def memory(self) -> object:
+        """Equal for tensors that are the same elements of the same memory."""
+        return self.tensor.data_ptr(), self.tensor.stride(), self.shape, self.dtype, self.device
+
 
 def named_tensors(
     source: Any, *, all_buffers: bool = False, path: str = "", within: tuple[int, ...] = ()
