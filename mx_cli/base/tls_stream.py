@@ -45,9 +45,14 @@ class TlsStream:
         """What is there, at least a byte; 0 after the peer's end of the stream. Raises OSError, also for a cut stream."""
         while True:
             try:
-                return self._tls.read(len(view), view)  # type: ignore[return-value]
+                count: int = self._tls.read(len(view), view)  # type: ignore[assignment]
             except ssl.SSLWantReadError:
                 self._take()
+                continue
+            # Who ends a stream says so before the socket ends. Python 3.11.2 takes a cut one for ended.
+            if count == 0 and self._incoming.eof:
+                raise ssl.SSLEOFError(ssl.SSL_ERROR_EOF, "EOF occurred in violation of protocol")
+            return count
 
     def fill(self, view: memoryview) -> int:
         """As `recv_into`, but goes on until the view is full or the stream ends, breaks or is late. The next call tells why."""
