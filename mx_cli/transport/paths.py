@@ -160,12 +160,14 @@ class NixlRead:
         """
         self._idle = queue.SimpleQueue()
         self._idle.put(self._agents[0])
-        for agent in agents:
+        for count, agent in enumerate(agents, 2):
             try:
                 self._connect(agent)
             except TransportFailed:
                 return
             self._idle.put(agent)
+            # A thread more would only keep the cores from those that copy and verify.
+            self.window = count
 
     def _connect(self, agent: Agent) -> None:
         self._agents.append(agent)
