@@ -100,9 +100,9 @@ class Session:
         self._renderer = Renderer(self.settings, quiet=self._quiet, verbose=self._verbose, run=os.urandom(4).hex())
         self.stop = Stop(self.settings.timeout)
         for signum in STOPPING:
-            self._found[signum] = signal.signal(signum, self._on_signal)
-            if signum == signal.SIGHUP and self._found[signum] == signal.SIG_IGN:
-                signal.signal(signum, signal.SIG_IGN)
+            self._found[signum] = signal.getsignal(signum)
+            if signum != signal.SIGHUP or self._found[signum] != signal.SIG_IGN:
+                signal.signal(signum, self._on_signal)
         threading.Thread(target=self._watch, name="stop", daemon=True).start()
         for notice in self.resolved.notices:
             self._renderer.warning(notice)

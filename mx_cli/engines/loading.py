@@ -145,8 +145,7 @@ class Loading:
         return self._found
 
     def _say(self, attempt: Attempt) -> None:
-        verb = "taken" if attempt.taken else "not taken"
-        self._log(f"{self._rank}: route {attempt.route} {verb}: {attempt.reason}")
+        self._log(f"{self._rank}: {attempt.text()}")
 
     # -- the routes ----------------------------------------------------------------------------------------------
 

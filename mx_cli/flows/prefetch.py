@@ -10,7 +10,6 @@ from mx_cli.base.errors import (
     AccessDenied,
     FilesystemRefused,
     MxError,
-    OriginChanged,
     TransportFailed,
     Unreachable,
     UsageError,
@@ -30,7 +29,7 @@ from mx_cli.flows.fill import Filling
 from mx_cli.flows.lead import Landing, Leader, Unwatched
 from mx_cli.flows.progress import watching
 from mx_cli.flows.request import Clock, Led, Outcome, Preview, Request, Wanted
-from mx_cli.flows.resolve import Resolver
+from mx_cli.flows.resolve import CHANGES, Resolver, listing_anew
 from mx_cli.flows.select import amount
 from mx_cli.flows.supply import FromOrigin, Supply
 from mx_cli.flows.verify import verify_snapshot
@@ -40,7 +39,6 @@ from mx_cli.model.selection import collisions
 if TYPE_CHECKING:
     from mx_cli.flows.peering import Peering
 
-CHANGES = 3
 # What a follower may hope to do better than its leader: other credentials, another network, another mount.
 OWN_TRY = (AccessDenied, Unreachable, TransportFailed, FilesystemRefused)
 # A leader spent minutes on these before it failed: a second one is proof enough.
@@ -109,14 +107,7 @@ class Prefetch:
     def run(self) -> Outcome:
         deliver.check(self._request, self._supply.uri, self._cache.root)
         try:
-            for attempt in range(1, CHANGES + 1):
-                try:
-                    return self._once()
-                except OriginChanged as error:
-                    if attempt == CHANGES or self._resolver.pinned:
-                        raise
-                    self._context.warn(f"{error.what}; listing the origin again")
-            raise AssertionError("unreachable")
+            return listing_anew(self._once, lambda: self._resolver.pinned, self._context.warn)
         finally:
             self._supply.close()
 

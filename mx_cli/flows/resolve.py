@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 from mx_cli.base import units
-from mx_cli.base.errors import NotFound, Unreachable
+from mx_cli.base.errors import NotFound, OriginChanged, Unreachable
 from mx_cli.cache.layout import Model
 from mx_cli.cache.snapshots import Snapshots
 from mx_cli.engine.verify import WholeDigest
@@ -18,6 +19,25 @@ from mx_cli.flows.supply import Supply
 from mx_cli.model.manifest import Entry, Listing
 
 READ_LIMIT = 64 << 20
+CHANGES = 3
+"""Times that an origin is listed, and its files are fetched, while it changes under way."""
+
+T = TypeVar("T")
+
+
+def listing_anew(once: Callable[[], T], pinned: Callable[[], bool], warn: Callable[[str], None]) -> T:
+    """What `once` returns, which lists the origin and fetches; again when the origin changed meanwhile. Blocks.
+
+    Raises OriginChanged when it goes on to change, or when the revision is `pinned`: then listing again helps nobody.
+    """
+    for _ in range(CHANGES - 1):
+        try:
+            return once()
+        except OriginChanged as error:
+            if pinned():
+                raise
+            warn(f"{error.what}; listing the origin again")
+    return once()
 
 
 class Resolver:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mx_cli.base.errors import OriginChanged
 from mx_cli.engine.ports import Source
 from mx_cli.engine.run import Limits, cores
 from mx_cli.engine.threads import Lifted, Throttle
@@ -19,6 +18,7 @@ from mx_cli.flows.inspect import inspect_file
 from mx_cli.flows.new_directory import NewDirectory
 from mx_cli.flows.progress import watching
 from mx_cli.flows.request import Request, Wanted
+from mx_cli.flows.resolve import listing_anew
 from mx_cli.flows.select import amount, wanted_of
 from mx_cli.flows.whole_files import WholeFiles
 from mx_cli.model import identity
@@ -26,7 +26,6 @@ from mx_cli.model.digest import TensorDigest
 from mx_cli.model.manifest import Listing
 from mx_cli.sources.registry import OpenOrigin
 
-CHANGES = 3
 TRIES = 2
 START_WIDTH = 2
 READ_LIMIT = 64 << 20
@@ -58,15 +57,11 @@ def stream_files(uri: str, revision: str | None, target: Path, accept: Accept, c
     origin = context.origin(uri)
     try:
         wanted = revision or origin.revision or None
-        for attempt in range(1, CHANGES + 1):
-            try:
-                listing = origin.listing(wanted, context.stop)
-                return _Stream(origin, listing, target, accept, context).run()
-            except OriginChanged as error:
-                if attempt == CHANGES or is_immutable(origin.uri, wanted or ""):
-                    raise
-                context.warn(f"{error.what}; listing the origin again")
-        raise AssertionError("unreachable")
+
+        def once() -> Streamed:
+            return _Stream(origin, origin.listing(wanted, context.stop), target, accept, context).run()
+
+        return listing_anew(once, lambda: is_immutable(origin.uri, wanted or ""), context.warn)
     finally:
         origin.close()
 
