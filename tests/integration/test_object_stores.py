@@ -153,6 +153,22 @@ def test_p24_the_second_listing_of_a_process_sees_what_is_new(mx: Mx) -> None:
         assert len([line for line in server.lines("GET") if "list-type" in line]) == 2
 
 
+def test_p24_a_stream_lists_an_origin_that_changes_again(mx: Mx, tmp_path: Path) -> None:
+    """What came of the first listing is no part of the directory."""
+
+    def overwritten(bucket: Bucket, key: str) -> None:
+        if key == "m/a.bin" and "m/new.txt" not in bucket.objects:
+            bucket.objects |= {"m/a.bin": b"second", "m/new.txt": b"new"}
+            del bucket.objects["m/old.txt"]
+
+    with scripted(Bucket({"m/a.bin": b"first!", "m/old.txt": b"old"}, overwritten)) as server:
+        env = servers.S3(server.url, "bkt").env
+        to = tmp_path / "out"
+        result = mx("pull", "s3://bkt/m", "--route", "stream", "--to", to, env=env).ok()
+        assert {path.name: path.read_bytes() for path in to.iterdir()} == {"a.bin": b"second", "new.txt": b"new"}
+        assert "listing the origin again" in result.err
+
+
 def test_p24_an_empty_prefix_that_is_filled_later(mx: Mx, s3: servers.S3) -> None:
     mx("prefetch", s3.uri("m"), env=s3.env).exits(10)
     s3.put("m/config.json", b"{}")
