@@ -14,7 +14,6 @@ from mx_cli.engine.ports import OnRetry
 
 FIRST_DELAY = 0.25
 LONGEST_DELAY = 30.0
-NAME_TRIES = 3
 
 T = TypeVar("T")
 

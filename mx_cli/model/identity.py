@@ -127,23 +127,6 @@ def refuse_part(text: str) -> None:
         )
 
 
-def strongest(identities: Iterable[Identity]) -> Identity:
-    """The one to print: content before origin before config."""
-    return min(identities, key=lambda identity: list(KINDS).index(identity.kind))
-
-
-def comparable(left: Identity, right: Identity) -> bool:
-    """Only identities of one kind say something about each other."""
-    return left.kind == right.kind
-
-
-def match(wanted: Iterable[Identity], offered: Iterable[Identity]) -> Identity | None:
-    """The strongest identity that is on both sides; None when weights may not be exchanged. A config never matches."""
-    ids = {identity.id for identity in offered}
-    equal = [identity for identity in wanted if identity.id in ids and identity.kind != "config"]
-    return strongest(equal) if equal else None
-
-
 def strongest_pair(left: Iterable[Identity], right: Iterable[Identity]) -> tuple[Identity, Identity] | None:
     """The two of the strongest kind that both sides know; None when they are not comparable."""
     lefts, rights = {one.kind: one for one in left}, {other.kind: other for other in right}

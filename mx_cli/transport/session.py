@@ -291,31 +291,16 @@ class Grant:
         self._session = session
         self._ttl = seconds_of(answer, "ttl", 30.0, session.address)
         self.failure: MxError | None = None
-        self._told: dict[str, Any] = {}
         self._ended = threading.Event()
         self._learn(answer)
         threading.Thread(target=self._beat, name="mx-grant", daemon=True).start()
-
-    @property
-    def alive(self) -> bool:
-        """Whether the peer still knows of this reader, as far as can be seen."""
-        return self.failure is None and not self._ended.is_set()
-
-    def raise_failure(self) -> None:
-        """Raise TransportFailed when the peer is gone, or ended the grant."""
-        if self.failure is not None:
-            raise self.failure
-
-    def tell(self, serving: str, verified: int) -> None:
-        """Say with the next beat that `verified` bytes were, and are served at `serving` (HOST:PORT). Does not block."""
-        self._told = {"serving": serving, "verified": verified}
 
     def release(self, serving: str = "", verified: int = 0) -> None:
         """Give the slot back. Idempotent; blocks for some seconds at most, and raises nothing: an unheard one expires."""
         if self._ended.is_set():
             return
         self._ended.set()
-        told = {"serving": serving, "verified": verified} if serving else self._told
+        told = {"serving": serving, "verified": verified} if serving else {}
         with contextlib.suppress(MxError):
             self._session.call("DELETE", f"{GRANTS}/{self.id}", {"proto": PROTO[1], **told}, _FAREWELL)
 
@@ -324,7 +309,7 @@ class Grant:
         target = f"{GRANTS}/{self.id}"
         while not self._ended.wait(self._ttl / _BEATS):
             try:
-                self._learn(self._session.call("POST", target, {"proto": PROTO[1], **self._told}, self._ttl / 2))
+                self._learn(self._session.call("POST", target, {"proto": PROTO[1]}, self._ttl / 2))
                 heard = time.monotonic()
             except MxError as error:
                 if self._ended.is_set():

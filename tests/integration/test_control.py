@@ -83,6 +83,11 @@ def granted(answer: Grant | Queued) -> Grant:
     return answer
 
 
+def failure_of(grant: Grant) -> str:
+    assert isinstance(grant.failure, TransportFailed)
+    return grant.failure.what
+
+
 def queued(answer: Grant | Queued) -> Queued:
     assert isinstance(answer, Queued)
     return answer
@@ -616,13 +621,11 @@ def test_an_expired_grant_frees_its_slot(start: Callable[..., Peer]) -> None:
     queued(waiting.grant(READER))
     until(lambda: peer.control.grants.readers == 1)
     until(lambda: isinstance(waiting.grant(READER), Grant))
-    kept.raise_failure()
-    assert kept.alive
+    assert kept.failure is None
     with pytest.raises(NotFound, match="no such grant"):
         silent.call("POST", f"{GRANTS}/{lost}", {"proto": 1})
     assert b"mxcli_grants_expired_total 1" in ask(raw(peer.address), "GET", "/metrics")[1]
     kept.release()
-    assert not kept.alive
     until(lambda: peer.control.grants.readers == 1)
 
 
@@ -692,10 +695,10 @@ def test_verified_readers_that_serve_are_better_peers(start: Callable[..., Peer]
 
 
 def test_a_beat_tells_of_a_reader_that_serves_and_of_new_weights(start: Callable[..., Peer]) -> None:
-    peer = start(slots=1, ttl=1.0)
-    grant = granted(peer.dial().grant(READER))
+    peer = start(slots=2, ttl=1.0)
+    grant, other = granted(peer.dial().grant(READER)), granted(peer.dial().grant(READER))
     assert (grant.version, grant.state) == (0, "serving")
-    grant.tell("127.0.0.1:5", 10)
+    other.release("127.0.0.1:5", verified=10)
     peer.control.pause()
     peer.holder.holding = holding(version=1)
     until(lambda: grant.version == 1 and grant.state == "updating")
@@ -703,8 +706,10 @@ def test_a_beat_tells_of_a_reader_that_serves_and_of_new_weights(start: Callable
     with pytest.raises(Unreachable, match="updating"):
         peer.dial().grant(READER)
     peer.control.resume()
+    last = granted(peer.dial().grant(READER))
     assert queued(peer.dial().grant(READER)).better == ("127.0.0.1:5",)
     assert peer.dial().holding().version == 1
+    last.release()
     grant.release()
 
 
@@ -720,9 +725,8 @@ def test_revoked_grants_read_nothing_more(start: Callable[..., Peer]) -> None:
     go_on.set()
     with pytest.raises(Unreachable, match="broke off"):
         read_all(stream)
-    until(lambda: not grant.alive)
-    with pytest.raises(TransportFailed, match="the grant is gone"):
-        grant.raise_failure()
+    until(lambda: grant.failure is not None)
+    assert "the grant is gone" in failure_of(grant)
     with pytest.raises(TransportFailed, match="no such grant"):
         reader.open(FILE, 0, 10, grant)
     until(lambda: peer.control.grants.readers == 0)
@@ -809,9 +813,8 @@ def test_l01_a_peer_that_dies_or_freezes_ends_the_grant(tmp_path: Path, how: sig
     try:
         grant = granted(dial(source.address, [SECRET]).grant(READER))
         source.process.send_signal(how)
-        until(lambda: not grant.alive)
-        with pytest.raises(TransportFailed, match="the grant is gone"):
-            grant.raise_failure()
+        until(lambda: grant.failure is not None)
+        assert "the grant is gone" in failure_of(grant)
     finally:
         source.close()
     grant.release()
