@@ -103,7 +103,6 @@ def command(*groups: tuple[str, ...]) -> Callable[[Command], Command]:
 
         def wrapper(**values: Any) -> None:
             session = Session(
-                command=function.__name__.strip("_"),
                 options={name: values.pop(name) for name in names},
                 config=values.pop("config"),
                 as_json=values.pop("json"),

@@ -39,7 +39,6 @@ class Session:
     def __init__(
         self,
         *,
-        command: str,
         options: Mapping[str, Any],
         config: str | None,
         as_json: bool,
@@ -47,7 +46,6 @@ class Session:
         verbose: int,
         variables: Collection[str] = (),
     ) -> None:
-        self.command = command
         self.as_json = as_json
         self._options, self._config, self._variables = options, config, variables
         self._quiet, self._verbose = quiet, verbose
@@ -291,7 +289,6 @@ def refuse(error: MxError, arguments: Sequence[str]) -> int:
         if name == "--log-format":
             log_format = value if equal else following
     session = Session(
-        command="",
         options={"log_format": log_format},
         config=None,
         as_json=asks_for_json(arguments),

@@ -247,7 +247,7 @@ class Peering:
 
     # -- grants --------------------------------------------------------------------------------------------------
 
-    def members(self, bell: Bell, regions: Sequence[tuple[int, int, int]], serving: str = "") -> list[Member]:
+    def members(self, bell: Bell, regions: Sequence[tuple[int, int, int]]) -> list[Member]:
         """Sources of the group, one for each grant that could be had, MOST_SOURCES at most. Waits in their queues.
 
         A queue moves, so it is waited in for --wait, or for as long as a failing origin is tried. `regions`: own memory
@@ -261,7 +261,7 @@ class Peering:
         asked: set[str] = set()
         queued = False
         while True:
-            pause = self._ask(self.group, asked, serving)
+            pause = self._ask(self.group, asked)
             granted = [peer for peer in self.group.peers if peer.grant][:MOST_SOURCES]
             members = [member for peer in granted if (member := self._member(peer, bell, regions))]
             if members:
@@ -282,7 +282,7 @@ class Peering:
     def try_paths(self) -> None:
         """Ask once for slots and open paths: each peer's `path` and `reason` tell. Keeps nothing; blocks for seconds."""
         assert self.group is not None, "find comes first"
-        self._ask(self.group, set(), "")
+        self._ask(self.group, set())
         for peer in self.group.peers:
             if peer.grant and (member := self._member(peer, Bell(), [])):
                 member.source.close()
@@ -300,10 +300,10 @@ class Peering:
         what = f"no peer could be read ({why})"
         return MissingCapability(what, hint=self._lacking.hint) if self._lacking else NoPeer(what, hint=MORE_PEERS)
 
-    def _ask(self, group: Group, asked: set[str], serving: str) -> float:
+    def _ask(self, group: Group, asked: set[str]) -> float:
         """Ask those without a grant; meet the better peers that they name. Seconds until it is worth asking again."""
         pause = LOOK_EVERY
-        reader = {"host": socket.gethostname(), "pid": os.getpid(), **host_facts(), "address": serving}
+        reader = {"host": socket.gethostname(), "pid": os.getpid(), **host_facts()}
         better: list[str] = []
         crowded = False
         for peer in list(group.peers):
@@ -327,7 +327,7 @@ class Peering:
             for peer in group.peers:
                 peer.session.leave_queue()
             return pause
-        known = {peer.address for peer in group.peers} | asked | {serving}
+        known = {peer.address for peer in group.peers} | asked
         fresh = [address for address in dict.fromkeys(better) if address not in known]
         asked.update(fresh)
         records = []

@@ -105,13 +105,12 @@ def offline_context(context: Context) -> Context:
     return dataclasses.replace(context, resolved=dataclasses.replace(context.resolved, settings=settings))
 
 
-def pull(request: PullRequest, context: Context, own: str = "") -> PullOutcome:
+def pull(request: PullRequest, context: Context) -> PullOutcome:
     """Blocks until the weights are there, whole and verified. Idempotent for the cache; `to` must not hold other files.
 
-    `own`: the generation of this process's own peer. Raises NoPeer, Incompatible and whatever the last route raised; a
-    target that was not completed is left as it was.
+    Raises NoPeer, Incompatible and whatever the last route raised; a target that was not completed is left as it was.
     """
-    run = Pull(request, context, own)
+    run = Pull(request, context)
     try:
         return run.run()
     finally:
@@ -119,7 +118,10 @@ def pull(request: PullRequest, context: Context, own: str = "") -> PullOutcome:
 
 
 class Pull:
-    """One run; see `pull`. After it `leave` gives the grants back. `holding` is what peers gave, None by another route."""
+    """One run; see `pull`. After it `leave` gives the grants back. `holding` is what peers gave, None by another route.
+
+    `own`: the generation of this process's own peer, which is no source for it.
+    """
 
     def __init__(self, request: PullRequest, context: Context, own: str = "") -> None:
         self._request, self._context, self._own = request, context, own

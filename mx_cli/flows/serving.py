@@ -67,9 +67,9 @@ class Serving:
     make a certificate.
     """
 
-    def __init__(self, context: Context, offer: Offer, generation: str = "") -> None:
+    def __init__(self, context: Context, offer: Offer) -> None:
         self._context, self._offer = context, offer
-        self.generation = generation or new_generation()
+        self.generation = new_generation()
         self.holding: Holding | None = None
         self._held: Held | None = None
         self._beating: Beating | None = None

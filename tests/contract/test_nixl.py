@@ -215,7 +215,7 @@ def test_a_program_that_takes_the_process_over_inherits_no_socket() -> None:
     import os
     from mx_cli.cli.session import Session
     print(any("socket:" in os.readlink(f"/proc/self/fd/{fd}") for fd in range(3, 64) if os.path.exists(f"/proc/self/fd/{fd}")))
-    session = Session(command="", options={}, config=None, as_json=False, quiet=False, verbose=0)
+    session = Session(options={}, config=None, as_json=False, quiet=False, verbose=0)
     session._begin()
     session.prepare_exec()
     sys.stdout.flush()
