@@ -70,6 +70,17 @@ class Stop:
         self.check()
 
     @contextmanager
+    def following(self, outer: Stop) -> Iterator[None]:
+        """While the block runs, stop when `outer` stops (at once if it already has), for the same reason."""
+
+        def pass_on() -> None:
+            assert outer.reason is not None, "the reason is set before hooks are called"
+            self.request(outer.reason)
+
+        with outer.calling(pass_on):
+            yield
+
+    @contextmanager
     def calling(self, hook: Callable[[], None]) -> Iterator[None]:
         """While the block runs, call `hook` when a stop is requested (at once if it already was)."""
         with self._changed:

@@ -55,9 +55,7 @@ class Fill:
         self._thread = threading.Thread(target=self._fetch, name="fill-cache", daemon=True)
 
     def __enter__(self) -> Fill:
-        given_up = UsageError("given up")
-        outer = self._context.stop
-        self._ends.enter_context(outer.calling(lambda: self._stop.request(outer.reason or given_up)))
+        self._ends.enter_context(self._stop.following(self._context.stop))
         self._thread.start()
         return self
 

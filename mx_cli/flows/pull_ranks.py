@@ -297,7 +297,7 @@ class _Set:
         futures: dict[int, Future[Moved]] = {}
         with ThreadPoolExecutor(max(1, len(rows))) as pool:
             try:
-                with self._context.stop.calling(lambda: _stop(work, self._context.stop)):
+                with work.following(self._context.stop):
                     # One after the other: all readers queue at the peers in the same order.
                     for index in sorted(rows):
                         try:
@@ -340,8 +340,3 @@ class _Set:
 
 def _gpu(memory: Memory) -> int:
     return only_gpu(device for _, _, device in memory.regions)
-
-
-def _stop(work: Stop, outer: Stop) -> None:
-    if outer.reason:
-        work.request(outer.reason)

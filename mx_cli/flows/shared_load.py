@@ -263,8 +263,7 @@ class _Task:
         self.news.set()
 
     def __enter__(self) -> _Task:
-        given_up = TransportFailed("given up")
-        self._hooks.enter_context(self._outer.calling(lambda: self._stop.request(self._outer.reason or given_up)))
+        self._hooks.enter_context(self._stop.following(self._outer))
         self._thread.start()
         return self
 

@@ -26,7 +26,7 @@ def leading(context: Context, lease: Lease, term: int, meter: Meter, selection: 
     deposed = Deposed("another process leads now")
     try:
         with (
-            stop.calling(lambda: work.request(stop.reason or MxError("stopped"))),
+            work.following(stop),
             Beat(lease, term, meter, context.settings.beat, lambda: work.request(deposed)),
         ):
             yield fence

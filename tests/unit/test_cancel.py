@@ -51,3 +51,26 @@ def test_hooks_are_called_once_asked_or_at_once() -> None:
     with stop.calling(lambda: called.append("after")):
         pass
     assert called == ["before", "after"]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_stop_that_follows_another_stops_with_its_reason(before: bool) -> None:
+    outer, work = Stop(), Stop()
+    if before:
+        outer.request(UsageError("outer"))
+    with work.following(outer):
+        outer.request(UsageError("outer"))
+        with pytest.raises(UsageError, match="outer"):
+            work.check()
+
+
+def test_a_stop_follows_another_only_within_the_block_and_does_not_stop_it() -> None:
+    outer, work = Stop(), Stop()
+    with work.following(outer):
+        pass
+    outer.request(UsageError("outer"))
+    assert not work.requested
+    outer = Stop()
+    with work.following(outer):
+        work.request(UsageError("work"))
+    assert not outer.requested
