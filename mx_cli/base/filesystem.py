@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
 import mmap
 import os
 import platform
+from pathlib import Path
 
 _NAMES = {
     0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs", 0xEF53: "ext4", 0x58465342: "xfs",
@@ -20,6 +23,7 @@ LOCAL = frozenset({"ext4", "xfs", "btrfs", "zfs", "overlay", "tmpfs", "ramfs"})
 """What one kernel alone has mounted: what another boot of it left, nobody writes to any more."""
 IN_MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
 
+_NO_LINK = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EACCES, errno.EXDEV})
 _CACHESTAT = 451
 _HAS_CACHESTAT = platform.machine() in ("x86_64", "aarch64", "riscv64", "s390x", "ppc64le", "loongarch64")
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -41,6 +45,41 @@ def kind(fd: int) -> str:
         return "unknown"
     number = ctypes.c_long.from_buffer(buffer).value & 0xFFFFFFFF
     return _NAMES.get(number, hex(number))
+
+
+def mounts() -> list[tuple[str, str]]:
+    """(mount point, type) of what is mounted here, by /proc/self/mountinfo (proc(5)); empty where the kernel does not tell."""
+    found = []
+    with contextlib.suppress(OSError), open("/proc/self/mountinfo", encoding="latin-1") as file:
+        for line in file:
+            left, _, right = line.partition(" - ")
+            # Spaces and the like are octal escapes there; every other byte is the name's own.
+            point = left.split(" ")[4].encode("latin-1").decode("unicode_escape").encode("latin-1")
+            found.append((os.fsdecode(point), right.split(" ")[0]))
+    return found
+
+
+def is_mount(path: Path) -> bool:
+    """Whether something is mounted on the directory; also a part of its own file system, which has no device of its own."""
+    return os.path.ismount(path) or os.path.realpath(path) in {point for point, _ in mounts()}
+
+
+def give_name(source: Path, target: Path, *, exclusive: bool) -> bool:
+    """Put a file under its name; exclusive = unless somebody was faster, where the file system can tell.
+
+    The file may keep its first name too. Raises OSError.
+    """
+    if exclusive:
+        try:
+            os.link(source, target)
+            return True
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_LINK:
+                raise
+    os.rename(source, target)
+    return True
 
 
 def version(status: os.stat_result) -> str:

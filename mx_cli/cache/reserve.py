@@ -13,6 +13,7 @@ from pathlib import Path
 
 from mx_cli.base import units
 from mx_cli.base.errors import FilesystemRefused, NoSpace
+from mx_cli.base.filesystem import mounts
 from mx_cli.cache.layout import NO_RENAME, cannot_rename, refused
 
 UNCHOSEN_LIMIT = 1 << 30
@@ -47,12 +48,9 @@ def _kind(path: Path) -> str:
     """The type in /proc/self/mountinfo of the longest mount point above the path (proc(5))."""
     real = os.path.realpath(path)
     best, kind = "", "unknown"
-    with contextlib.suppress(OSError), open("/proc/self/mountinfo") as file:
-        for line in file:
-            left, _, right = line.partition(" - ")
-            point = left.split(" ")[4].encode().decode("unicode_escape")
-            if (real == point or real.startswith(point.rstrip("/") + "/")) and len(point) >= len(best):
-                best, kind = point, right.split(" ")[0]
+    for point, named in mounts():
+        if (real == point or real.startswith(point.rstrip("/") + "/")) and len(point) >= len(best):
+            best, kind = point, named
     return kind
 
 

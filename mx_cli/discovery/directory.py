@@ -24,6 +24,7 @@ from pathlib import Path
 from mx_cli.base import canonical, units
 from mx_cli.base.cancel import Stop
 from mx_cli.base.errors import IntegrityError, MxError, UsageError
+from mx_cli.base.filesystem import give_name
 from mx_cli.base.oserrors import explain
 from mx_cli.base.process import boot_id, is_gone, pid_namespace, start_time
 from mx_cli.model import json_strict
@@ -40,7 +41,6 @@ TRIES = 4
 _RECORD = re.compile(r"[0-9a-f]{32}\.json")
 _TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.tmp")
 _HIDDEN = frozenset({errno.ENOENT, errno.ESTALE})
-_NO_LINK = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EACCES, errno.EXDEV})
 
 
 def file_name(name: str) -> str:
@@ -102,7 +102,7 @@ class FileDirectory:
             for left in reversed(range(TRIES)):
                 taken = self._check_holder(path, record, now, begins=begins)
                 # Where nobody has the name, only one of those who come at once may get it.
-                if _give_name(temporary, path, exclusive=not taken and left > 0):
+                if give_name(temporary, path, exclusive=not taken and left > 0):
                     return
         except OSError as error:
             raise explain(error, f"publishing {record.name} in {self.path}") from None
@@ -288,21 +288,6 @@ def _is_predecessor(kept: _Kept, record: Record) -> bool:
         return bool(kept.record.pid and start) and is_gone(kept.record.pid, start)
     hosts = {one.address.rpartition(":")[0] for one in (kept.record, record)}
     return kept.record.pid == record.pid and len(hosts) == 1
-
-
-def _give_name(temporary: Path, path: Path, *, exclusive: bool) -> bool:
-    """Put the file under its name; exclusive = unless somebody was faster, where the file system can tell."""
-    if exclusive:
-        try:
-            os.link(temporary, path)
-            return True
-        except FileExistsError:
-            return False
-        except OSError as error:
-            if error.errno not in _NO_LINK:
-                raise
-    os.rename(temporary, path)
-    return True
 
 
 def _unlink(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""A directory of the reader's own that appears in one step: whole, or not there at all."""
+"""A directory of the reader's own, whole or not there at all: it appears in one step, and inside a mount point file by file."""
 
 from __future__ import annotations
 
@@ -6,31 +6,39 @@ import contextlib
 import errno
 import filecmp
 import hashlib
+import json
 import os
-import secrets
-import shutil
-import time
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from mx_cli.base import filesystem
 from mx_cli.base.errors import UsageError
+from mx_cli.base.filesystem import give_name, is_mount
 from mx_cli.base.oserrors import explain
-from mx_cli.base.process import boot_id, is_gone, pid_namespace, start_time
-from mx_cli.cache.layout import make_dirs, sync_directory
+from mx_cli.cache.layout import make_dirs, sync_directory, write_private
+from mx_cli.flows.fill import LAST
+from mx_cli.flows.work_directory import WorkDirectories
 
 LONGEST = 80
 """Bytes of a name that is repeated in that of the directory beside it: some file systems allow 143 in all."""
-ABANDONED_AFTER = 24 * 3600.0
-"""Seconds without a change after which what others fill is left: nothing that they may wait for takes as long."""
-_PARTS = ("boot", "namespace", "pid", "start", "token")
+FILES, GIVEN = "files", "given.json"
 
 
 class NewDirectory:
-    """`path` is what will be there; files that are there already and are not the same are never touched."""
+    """`path` is what will be there; files that are there already and are not the same are never touched.
+
+    Usually it is filled beside its place, and renamed. Where nothing can take its place (a mount point, or its parent is
+    somebody else's), it is filled inside:
+
+        path/.mx-to-<owner>/files/…       what is filled, until all of it is whole and durable
+        path/.mx-to-<owner>/given.json    while files get their names: {name: inode}, so that the next command can take
+                                          those back which a killed one gave. Small files, which name others, come last.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._inside = WorkDirectories(path, ".mx-to-")
+        self._beside = WorkDirectories(path.parent, self._prefix())
 
     def files(self) -> dict[str, Path]:
         """The files that are there; none when it is empty or not there. Raises UsageError when it is no directory."""
@@ -39,9 +47,13 @@ class NewDirectory:
                 return {}
             if self.path.is_symlink() or not self.path.is_dir():
                 raise UsageError(f"--to {self.path} is there already, and not a directory", hint="choose another --to")
-            return {str(path.relative_to(self.path)): path for path in self.path.rglob("*") if not path.is_dir()}
+            return self._files_of(self.path)
         except OSError as error:
             raise explain(error, f"looking at {self.path}") from None
+
+    def _files_of(self, directory: Path) -> dict[str, Path]:
+        found = {path.relative_to(directory): path for path in directory.rglob("*") if not path.is_dir()}
+        return {str(name): path for name, path in found.items() if not self._inside.owns(name.parts[0])}
 
     def has(self, sizes: Mapping[str, int | None], *, among_others: bool = False) -> bool:
         """Whether it has files of these names and sizes (None: any). Raises UsageError when it has others."""
@@ -52,65 +64,116 @@ class NewDirectory:
             if (found.keys() == sizes.keys() or (among_others and found.keys() > sizes.keys())) and all(
                 size in (None, found[name].stat().st_size) for name, size in sizes.items()
             ):
+                if not among_others:
+                    # All of them have their names, and keep them.
+                    self._inside.sweep()
                 return True
         except OSError as error:
             raise explain(error, f"looking at {self.path}") from None
+        self._inside.sweep(self._take_back)
+        if not self.files():
+            return False
         raise self.other_files()
 
     @contextlib.contextmanager
     def making(self) -> Iterator[Path]:
-        """A directory beside it to fill, which becomes it at the end of the block; after an error nothing of it is left.
+        """A directory to fill, which becomes it at the end of the block; after an error nothing of it is left.
 
         What is filled in must be durable by then, directories too. When the same files are there already, they stay, and
         so do others: that raises UsageError, as does at the beginning what cannot become a directory of one's own. Raises
         FilesystemRefused, NoSpace.
         """
-        self._check_place()
-        make_dirs(self.path.parent)
-        self._sweep()
-        own = f"{self._owner()}-{os.getpid()}-{start_time(os.getpid())}-{secrets.token_hex(3)}"
-        work = self.path.with_name(self._prefix() + own)
-        try:
-            make_dirs(work)
-            yield work
-            self._publish(work)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                shutil.rmtree(work)
-            raise
-
-    def _check_place(self) -> None:
-        """Raises UsageError where nothing could be put in one step, before anything is filled for it."""
         self.files()
-        if os.path.ismount(self.path):
-            raise UsageError(
-                f"--to {self.path} is a mount point: no directory can take its place in one step",
-                hint=f"--to {self.path / 'model'}",
-            )
+        make_dirs(self.path.parent)
+        self._beside.sweep()
+        self._inside.sweep(self._take_back)
+        if self._has_to_stay():
+            with self._inside.making() as work:
+                make_dirs(work / FILES)
+                yield work / FILES
+                self._publish_inside(work)
+        else:
+            with self._beside.making() as work:
+                yield work
+                self._publish(work)
+
+    def _has_to_stay(self) -> bool:
+        """Whether the directory is there, and nothing can take its place."""
+        return self.path.is_dir() and (is_mount(self.path) or not os.access(self.path.parent, os.W_OK | os.X_OK))
 
     def _publish(self, work: Path) -> None:
         try:
+            self._take_over(work)
             os.rename(work, self.path)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise explain(error, f"publishing {self.path}") from None
             if not self._is_same(work):
                 raise self.other_files() from None
-            shutil.rmtree(work, ignore_errors=True)
-        try:
-            sync_directory(self.path.parent)
-        except OSError as error:
-            raise explain(error, f"syncing {self.path.parent}") from None
+        self._sync(self.path.parent)
+
+    def _take_over(self, work: Path) -> None:
+        """What an empty directory that is there allows to whom is also meant for what takes its place."""
+        with contextlib.suppress(FileNotFoundError):
+            there, new = self.path.stat(), work.stat()
+            if (there.st_uid, there.st_gid) != (new.st_uid, new.st_gid):
+                with contextlib.suppress(PermissionError):
+                    os.chown(work, there.st_uid, there.st_gid)
+            work.chmod(stat.S_IMODE(there.st_mode))
 
     def _is_same(self, work: Path) -> bool:
         """Whether the directory has the files of `work`, byte for byte."""
-        found, made = self.files(), NewDirectory(work).files()
+        found, made = self.files(), self._files_of(work)
         try:
             return found.keys() == made.keys() and all(
                 filecmp.cmp(found[name], made[name], shallow=False) for name in found
             )
         except OSError as error:
             raise explain(error, f"looking at {self.path}") from None
+
+    def _publish_inside(self, work: Path) -> None:
+        files = self._files_of(work / FILES)
+        if self.files():
+            if not self._is_same(work / FILES):
+                raise self.other_files()
+            return
+        try:
+            self._give_all(work / GIVEN, files)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._take_back(work)
+            raise
+
+    def _give_all(self, note: Path, files: Mapping[str, Path]) -> None:
+        try:
+            write_private(note, json.dumps({name: path.stat().st_ino for name, path in files.items()}).encode())
+            for name in sorted(files, key=lambda name: (name.endswith(LAST), name)):
+                self._give(files[name], self.path / name)
+            for place in {parent for name in files for parent in Path(name).parents}:
+                self._sync(self.path / place)
+            note.unlink()
+        except OSError as error:
+            raise explain(error, f"publishing {self.path}") from None
+
+    def _give(self, source: Path, target: Path) -> None:
+        make_dirs(target.parent)
+        if not os.path.lexists(target) and give_name(source, target, exclusive=True):
+            return
+        # Another command is publishing, too.
+        if not filecmp.cmp(source, target, shallow=False):
+            raise self.other_files()
+        os.rename(source, target)
+
+    def _take_back(self, work: Path) -> None:
+        """Remove what was given its name from `work`, whose command did not come to its end. Raises OSError."""
+        try:
+            given = json.loads((work / GIVEN).read_bytes())
+        except (FileNotFoundError, ValueError):
+            return
+        for name, inode in given.items():
+            with contextlib.suppress(FileNotFoundError):
+                if (self.path / name).lstat().st_ino == inode:
+                    (self.path / name).unlink()
 
     def other_files(self) -> UsageError:
         """For files that are there and differ."""
@@ -123,44 +186,8 @@ class NewDirectory:
             name = hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
         return f".{name}.mx-"
 
-    def _owner(self) -> str:
-        """Where a process's number means something: its boot and its pid namespace."""
-        return f"{boot_id()[:8]}-{pid_namespace()}"
-
-    def _sweep(self) -> None:
-        """Remove what killed commands left, as far as one can tell that they are gone."""
-        prefix = self._prefix()
-        for path in _below(self.path.parent):
-            parts = path.name.removeprefix(prefix).split("-")
-            if not path.name.startswith(prefix) or len(parts) != len(_PARTS):
-                continue
-            with contextlib.suppress(OSError):
-                if self._is_left(path, *parts):
-                    shutil.rmtree(path)
-
-    def _is_left(self, work: Path, boot: str, namespace: str, pid: str, start: str, token: str) -> bool:
-        if boot and self._owner() == f"{boot}-{namespace}":
-            return pid.isdecimal() and is_gone(int(pid), start)
-        if boot and boot_id() and boot != boot_id()[:8] and _is_local(work):
-            return True
-        # Another container, or another machine.
-        return time.time() - _last_change(work) > ABANDONED_AFTER
-
-
-def _below(directory: Path) -> list[Path]:
-    try:
-        return list(directory.iterdir())
-    except OSError:
-        return []
-
-
-def _is_local(path: Path) -> bool:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        return filesystem.kind(fd) in filesystem.LOCAL
-    finally:
-        os.close(fd)
-
-
-def _last_change(directory: Path) -> float:
-    return max(path.lstat().st_mtime for path in (directory, *directory.rglob("*")))
+    def _sync(self, directory: Path) -> None:
+        try:
+            sync_directory(directory)
+        except OSError as error:
+            raise explain(error, f"syncing {directory}") from None

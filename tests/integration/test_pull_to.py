@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from mx_cli.base.errors import UsageError
 from mx_cli.base.process import boot_id, pid_namespace, start_time
 from mx_cli.flows.new_directory import NewDirectory
 from tests.rig.checkpoints import make_checkpoint, tree
@@ -71,13 +70,6 @@ def test_what_a_killed_pull_left_goes_with_the_next(
     assert tree(to) == tree(checkpoint)
 
 
-def test_a_mount_point_is_refused_before_anything_is_filled() -> None:
-    filled = []
-    with pytest.raises(UsageError, match="is a mount point"), NewDirectory(Path("/dev/shm")).making() as work:
-        filled.append(work)
-    assert not filled
-
-
 def work_of(directory: NewDirectory, boot: str = "", namespace: int = 0) -> Path:
     """What a process that has ended left, of this boot and pid namespace or another one."""
     ended = subprocess.Popen(["true"])
@@ -93,11 +85,11 @@ def work_of(directory: NewDirectory, boot: str = "", namespace: int = 0) -> Path
 def test_what_another_container_is_filling_is_left_alone(tmp_path: Path) -> None:
     directory = NewDirectory(tmp_path / "to")
     ours, theirs = work_of(directory), work_of(directory, namespace=1)
-    directory._sweep()
+    directory._beside.sweep()
     assert not ours.exists()
     assert theirs.exists()
     _age(theirs)
-    directory._sweep()
+    directory._beside.sweep()
     assert not theirs.exists()
 
 
@@ -114,13 +106,13 @@ def test_what_another_machine_fills_is_left_alone_for_a_day(bindfs_pair: tuple[P
     """On a file system that others may have, another boot may be another machine."""
     directory = NewDirectory(bindfs_pair[0] / "to")
     theirs = work_of(directory, boot="0123abcd")
-    directory._sweep()
+    directory._beside.sweep()
     assert theirs.exists()
     _age(theirs, but=theirs / "below" / "config.json")
-    directory._sweep()
+    directory._beside.sweep()
     assert theirs.exists()
     _age(theirs)
-    directory._sweep()
+    directory._beside.sweep()
     assert not theirs.exists()
 
 
@@ -142,5 +134,5 @@ def test_a_directory_of_a_long_name(length: int, hosts: Hosts, checkpoint: Path,
     other = to.with_name("y" + to.name[1:])
     hosts("pull", served.content, "--to", other, host="b").ok()
     assert left.exists()
-    NewDirectory(to)._sweep()
+    NewDirectory(to)._beside.sweep()
     assert {path.name for path in to.parent.iterdir()} == {to.name, other.name}
