@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mx_cli.base.errors import IntegrityError, UsageError
+from mx_cli.base.temporary import is_temporary
 from mx_cli.cache.journal import claims
 from mx_cli.cache.layout import NO_FILE, Model, lease_name, names, part_id, read_file, read_json
 from mx_cli.cache.snapshots import Missing, Snapshots, is_manifest
@@ -25,7 +26,7 @@ ANY = ""
 """The revision of a pin that cannot be read: it may be any."""
 _ALL_TERMS = 1 << 62
 LEFT = re.compile(r"(?:[0-9a-f]{16}\.(?:part|copy)|journal|\.trash)\.\d+")
-_TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.(?:tmp|probe)")
+_PROBE = re.compile(r"\.[0-9a-f]{16}\.probe")
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +186,8 @@ def _leftovers(revision: Revision) -> Iterator[Path]:
 
 def _is_debris(path: Path) -> bool:
     """A temporary name of mx that nobody can be about to rename any more: a day is beyond every clock's error."""
-    return bool(_TEMPORARY.fullmatch(path.name)) and 0 < _changed(path) < time.time() - DAY
+    named = is_temporary(path.name) or _PROBE.fullmatch(path.name)
+    return bool(named) and 0 < _changed(path) < time.time() - DAY
 
 
 def walk(top: Path) -> Iterator[Path]:

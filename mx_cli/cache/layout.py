@@ -27,7 +27,6 @@ import json
 import math
 import os
 import re
-import secrets
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -37,6 +36,7 @@ from typing import Any, TypeVar
 from mx_cli.base import canonical
 from mx_cli.base.errors import FilesystemRefused, MxError, UsageError
 from mx_cli.base.oserrors import explain
+from mx_cli.base.temporary import temporary_in
 
 FORMAT = 1
 UNVERSIONED = "none"
@@ -117,14 +117,19 @@ def refused(error: OSError, what: str, path: Path) -> FilesystemRefused:
     return FilesystemRefused(f"{found.what}; {near} belongs to {info.st_uid}:{info.st_gid}, mode {mode:04o}", hint=hint)
 
 
+def write_all(fd: int, data: bytes) -> None:
+    """Write all of it where the descriptor stands. Raises OSError."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
 def write_private(path: Path, data: bytes, *, sync: bool = True) -> None:
     """Write a new file that nobody reads under this name yet. Raises NoSpace, FilesystemRefused."""
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
-            view = memoryview(data)
-            while view:
-                view = view[os.write(fd, view) :]
+            write_all(fd, data)
             if sync:
                 os.fsync(fd)
         finally:
@@ -138,7 +143,7 @@ def write_private(path: Path, data: bytes, *, sync: bool = True) -> None:
 
 def write_atomic(path: Path, data: bytes) -> None:
     """Replace `path` in one step; readers see the old or the new content, never a part of it."""
-    temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
+    temporary = temporary_in(path.parent)
     write_private(temporary, data)
     try:
         os.rename(temporary, path)

@@ -24,12 +24,13 @@ from mx_cli.base import canonical
 from mx_cli.base.errors import MxError, by_name
 from mx_cli.base.oserrors import explain
 from mx_cli.base.process import boot_id, is_gone, pid_namespace, start_time
+from mx_cli.base.temporary import is_temporary, temporary_in
 from mx_cli.base.version import VERSION
-from mx_cli.cache.layout import make_dirs, names, number_in, read_json, seen, write_private
+from mx_cli.cache.layout import make_dirs, names, number_in, read_json, seen, write_all, write_private
 
 NO_LINK = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EACCES, errno.EXDEV})
 LOCK_TRIES = 10
-_RECORD = re.compile(r"lock|\.[0-9a-f]{16}\.tmp|(?:lead|left|failed|beat|note)\.\d+(?:\.\d+)*")
+_RECORD = re.compile(r"lock|(?:lead|left|failed|beat|note)\.\d+(?:\.\d+)*")
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ class Lease:
         make_dirs(self.path)
         self._token = secrets.token_hex(16)
         data = canonical.dumps({"token": self._token, "lock": self._take_lock(), **whoami(**self._me)})
-        mine = self.path / f".{secrets.token_hex(8)}.tmp"
+        mine = temporary_in(self.path)
         target = self.path / f"lead.{term}"
         won = False
         try:
@@ -174,9 +175,7 @@ class Lease:
         except OSError as error:
             raise explain(error, f"creating {target}") from None
         try:
-            view = memoryview(data)
-            while view:
-                view = view[os.write(fd, view) :]
+            write_all(fd, data)
         except OSError as error:
             # Nobody leads a term whose record says nothing: the next claim may have it.
             with contextlib.suppress(OSError):
@@ -250,7 +249,7 @@ class Lease:
     def fail(self, term: int, error: MxError, selection: str = "") -> None:
         """Tell those who follow this term, for the same selection, why it ended. Best effort."""
         data = {**error.to_json(), "at": round(time.time()), "selection": selection}
-        temporary = self.path / f".{secrets.token_hex(8)}.tmp"
+        temporary = temporary_in(self.path)
         try:
             write_private(temporary, canonical.dumps(data), sync=False)
             os.rename(temporary, self.path / f"failed.{term}")
@@ -297,7 +296,7 @@ class Lease:
             if view(listing).term <= term:
                 # The lead record goes last: as long as it is there, the next claim is for a higher term.
                 for name in sorted(listing, key=lambda name: name.startswith("lead.")):
-                    if _RECORD.fullmatch(name):
+                    if _RECORD.fullmatch(name) or is_temporary(name):
                         os.unlink(self.path / name)
                 os.rmdir(self.path)
 

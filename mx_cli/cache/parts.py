@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import xxhash
 
 from mx_cli.base import canonical
 from mx_cli.base.oserrors import explain
+from mx_cli.base.temporary import temporary_in
 from mx_cli.cache.journal import Claim, Journal, claims
 from mx_cli.cache.layout import Model, make_dirs, names, part_id
 from mx_cli.cache.reserve import allocated, reserve
@@ -196,7 +196,7 @@ class Parts:
         """A part that is also a published file (see `_take_back`) and has to be written gets blocks of its own."""
         if whole or not os.path.lexists(path) or os.stat(path).st_nlink < 2:
             return
-        temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
+        temporary = temporary_in(path.parent)
         clone_or_copy(path, temporary, lambda _: self.meter.tick())
         os.rename(temporary, path)
 

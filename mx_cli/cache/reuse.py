@@ -6,12 +6,12 @@ import contextlib
 import errno
 import fcntl
 import os
-import secrets
 from collections.abc import Callable
 from pathlib import Path
 
 from mx_cli.base.oserrors import explain
-from mx_cli.cache.layout import Model, make_dirs
+from mx_cli.base.temporary import temporary_in
+from mx_cli.cache.layout import Model, make_dirs, write_all
 from mx_cli.cache.snapshots import Snapshots
 from mx_cli.engine.verify import WholeDigest
 from mx_cli.model.manifest import Entry, FileRecord, Manifest
@@ -86,7 +86,7 @@ def duplicate(
     Returns which. `moved` is called as a copy grows, with the bytes since the last call, and may raise to stop.
     Raises NoSpace, FilesystemRefused.
     """
-    temporary = temporary or target.with_name(f".{secrets.token_hex(8)}.tmp")
+    temporary = temporary or temporary_in(target.parent)
     try:
         how = _link(source, temporary) or clone_or_copy(source, temporary, moved)
         os.rename(temporary, target)
@@ -104,7 +104,7 @@ def link_in_place(source: Path, target: Path) -> bool:
 
     Raises NoSpace, FilesystemRefused.
     """
-    temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
+    temporary = temporary_in(target.parent)
     try:
         if not _link(source, temporary):
             return False
@@ -157,7 +157,5 @@ def _copy(source: int, target: int, moved: Callable[[int], None]) -> None:
 
 def _copy_some(source: int, target: int) -> int:
     data = os.read(source, 1 << 20)
-    view = memoryview(data)
-    while view:
-        view = view[os.write(target, view) :]
+    write_all(target, data)
     return len(data)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from mx_cli.base import canonical
 from mx_cli.base.config import Settings, read_path
 from mx_cli.base.errors import FilesystemRefused, UsageError
 from mx_cli.base.oserrors import explain
+from mx_cli.base.temporary import temporary_in
 from mx_cli.cache.layout import Cache, Model, make_dirs, ref_file, write_atomic
 from mx_cli.flows.hash import is_local
 from mx_cli.flows.request import Request
@@ -72,7 +72,7 @@ def link(target: Path, path: Path, root: Path) -> None:
     inside = path.is_relative_to(os.path.realpath(root))
     to = os.path.relpath(os.path.realpath(target), path.parent) if inside else str(target)
     make_dirs(path.parent)
-    temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
+    temporary = temporary_in(path.parent)
     try:
         os.symlink(to, temporary)
         os.rename(temporary, path)
@@ -151,7 +151,7 @@ def hf_view(cache: Cache, manifest: Manifest, ref: str, source: Path, records: l
         make_dirs(target.parent)
         if target.exists() and os.path.samestat(os.stat(target), os.stat(source / record.path)):
             continue
-        temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
+        temporary = temporary_in(target.parent)
         try:
             os.link(source / record.path, temporary)
             os.rename(temporary, target)

@@ -18,6 +18,7 @@ from pathlib import Path
 from mx_cli.base.errors import FilesystemRefused, NoSpace, WaitExpired
 from mx_cli.base.events import Progress
 from mx_cli.base.oserrors import explain
+from mx_cli.base.temporary import is_temporary
 from mx_cli.cache.beat import WAIT_LIMIT, Deposed
 from mx_cli.cache.fence import Fence
 from mx_cli.cache.follow import Watch
@@ -36,7 +37,6 @@ LAST = (".json",)
 CLAIM_TRIES = 3
 # Seconds without a write. Who copies writes all the time, but for the sync of a large file at its end.
 ABANDONED_AFTER = 3600.0
-_TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.tmp")
 _COPY = re.compile(r"\.[0-9a-f]{16}\.copy\.\d+")
 
 
@@ -199,7 +199,7 @@ class Filling:
 def _sweep(directory: Path) -> None:
     """Remove what killed processes left unfinished. A link in the making takes no room, and is left."""
     for name in names(directory):
-        if _TEMPORARY.fullmatch(name):
+        if is_temporary(name):
             with contextlib.suppress(OSError):
                 info = os.lstat(directory / name)
                 if info.st_nlink == 1 and time.time() - info.st_mtime > ABANDONED_AFTER:
