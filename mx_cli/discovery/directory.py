@@ -62,7 +62,17 @@ class _Kept:
         return abs(now - self.written)
 
     def is_stale(self, now: float) -> bool:
-        return self.silence(now) > LISTED * self.beat
+        return self.silence(now) > LISTED * self.beat or self.has_ended()
+
+    def is_of_this_kernel(self) -> bool:
+        """Whether its owner's pid means something here: within one boot and pid namespace."""
+        boot, namespace, _ = self.process
+        return bool(boot and namespace) and (boot, namespace) == (boot_id(), pid_namespace())
+
+    def has_ended(self) -> bool:
+        """Whether its owner is known to be gone, whatever its last beat."""
+        pid, start = self.record.pid, self.process[2]
+        return self.is_of_this_kernel() and bool(pid and start) and is_gone(pid, start)
 
 
 class FileDirectory:
@@ -278,14 +288,13 @@ class FileDirectory:
 def _is_predecessor(kept: _Kept, record: Record) -> bool:
     """Whether the record is left from an earlier process of the same host, which has ended.
 
-    Pids can only be compared within one boot and namespace. Beyond, the same pid at the same address is a container that
-    was started again; a neighbour has an address of its own.
+    Where its pid means nothing here, the same one at the same address is a container that was started again; a neighbour
+    has an address of its own.
     """
-    boot, namespace, start = kept.process
     if kept.record.host != record.host:
         return False
-    if boot and namespace and (boot, namespace) == (boot_id(), pid_namespace()):
-        return bool(kept.record.pid and start) and is_gone(kept.record.pid, start)
+    if kept.is_of_this_kernel():
+        return kept.has_ended()
     hosts = {one.address.rpartition(":")[0] for one in (kept.record, record)}
     return kept.record.pid == record.pid and len(hosts) == 1
 

@@ -168,8 +168,20 @@ def test_v02_others_only_with_a_secret(hosts: Hosts, model: Path, token: Path) -
 # --- V-03 stale-generation -----------------------------------------------------------------------------------------
 
 
-def test_v03_another_life_at_the_same_address(hosts: Hosts, model: Path, other: Path, tmp_path: Path) -> None:
+def test_v03_a_killed_life_is_not_listed(hosts: Hosts, model: Path, tmp_path: Path) -> None:
+    """On its own host its process is known to be gone, whatever the age of its record."""
     first = hosts.serve(model)
+    assert [row["stale"] for row in hosts("peers", "--json").ok().json()["peers"]] == [False]
+    first.running.kill()
+    assert [row["stale"] for row in hosts("peers", "--json", host="b").ok().json()["peers"]] == [True]
+    refused = hosts("pull", first.content, "--to", tmp_path / "out", host="c").exits(18)
+    assert "no living peer" in refused.err
+    assert first.address not in refused.err
+
+
+@capability("pidns")
+def test_v03_another_life_at_the_same_address(hosts: Hosts, model: Path, other: Path, tmp_path: Path) -> None:
+    first = hosts.serve(model, prefix=("unshare", "--pid", "--fork", "--kill-child", "--mount-proc"))
     first.running.kill()
     second = hosts.serve(other, "--listen", first.address, host="b")
     assert {row["generation"] for row in hosts.records()} == {first.generation, second.generation}
