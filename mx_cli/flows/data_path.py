@@ -154,8 +154,8 @@ def _nixl(
             raise TransportFailed(f"the READ went by {found.path or 'another way'}, not by RDMA")
         if found.emulated and wish.path != "nixl-read":
             raise TransportFailed(f"READs are emulated ({found.path}): they can end the source")
-        if found.copied_by_kernel and path.size >= WORTH_A_LANE:
-            path.use_lanes([make() for _ in range(1, lanes())])
+        if found.copied_by_kernel:
+            path.use_lanes([make() for _ in range(1, lanes() if path.size >= WORTH_A_LANE else 1)])
     except BaseException:
         path.close()
         raise

@@ -22,7 +22,7 @@ from mx_cli.model.manifest import Entry
 from mx_cli.plan.blocks import aligned
 from mx_cli.sinks.host import MemorySink
 from mx_cli.transport.disk import Disk
-from mx_cli.transport.peer import ITEM, PeerSource
+from mx_cli.transport.peer import ITEM, PeerSource, piece_size
 
 if TYPE_CHECKING:
     from mx_cli.transport.gds import Gds
@@ -200,14 +200,16 @@ def close(source: Source, transfer: Transfer, memory: object) -> StillLanding | 
 def pieces_to_read(holding: Holding, targets: Sequence[Extent], entries: Mapping[str, Entry]) -> list[ReadItem]:
     """Pieces that split no block, of one device each."""
     found = []
+    host_piece = piece_size(sum(row.length for row in targets))
     groups: dict[tuple[int, str], list[tuple[int, int]]] = {}
     for row in targets:
         groups.setdefault((row.device, row.file), []).append((row.offset, row.end))
-    for (_, file), spans in sorted(groups.items()):
+    for (device, file), spans in sorted(groups.items()):
         record = holding.manifest.record(file)
         assert record is not None, "targets are of the manifest's files"
         entry = entries.get(file) or holding.entry(record)
-        found += [ReadItem(entry, start, end - start) for start, end in aligned(spans, holding.blocks(file), ITEM)]
+        piece = host_piece if device == HOST else ITEM
+        found += [ReadItem(entry, start, end - start) for start, end in aligned(spans, holding.blocks(file), piece)]
     return found
 
 

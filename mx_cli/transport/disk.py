@@ -24,8 +24,8 @@ from mx_cli.engine.threads import Flight
 from mx_cli.model.holding import HOST, Holding
 from mx_cli.model.manifest import Entry
 from mx_cli.transport.inside import Inside
-from mx_cli.transport.paths import ReadBuffers
-from mx_cli.transport.peer import ITEM
+from mx_cli.transport.paths import HOT, LEAST_PART, ReadBuffers
+from mx_cli.transport.peer import ITEM, Landed
 
 BLOCK = 4096
 """Bytes: a multiple of every disk's block. Direct reads begin and end on multiples of it, in the file and in memory."""
@@ -47,6 +47,8 @@ class Disk:
     """
 
     name = "disk"
+    ahead = 0
+    least_part = LEAST_PART
 
     def __init__(
         self,
@@ -75,14 +77,20 @@ class Disk:
         self._buffers = ReadBuffers(self.window, made=made)
         self._bounce = ReadBuffers(self.window, ITEM + 2 * BLOCK)
 
-    def bring(self, item: ReadItem, dest: Memory, flight: Flight) -> None:
+    def bring(self, item: ReadItem, dest: Memory, flight: Flight, landed: Landed = lambda count: None) -> None:
         """Into place directly where that is host memory, else through a buffer."""
         file = self.files[item.entry.path]
+        before = 0
+
+        def tell(count: int) -> None:
+            landed(before + count)
+
         try:
             with self._inside.entered(item.entry.path), file.used():
                 for offset, length, address in dest.parts:
                     if dest.device == HOST:
-                        self._fill(file, item.offset + offset, address, length, flight)
+                        self._fill(file, item.offset + offset, address, length, flight, tell)
+                        before += length
                     else:
                         self._through_buffer(file, item.offset + offset, offset, length, dest, flight)
                 file.check()
@@ -94,22 +102,26 @@ class Disk:
         try:
             for done in range(0, length, ITEM):
                 count = min(ITEM, length - done)
-                self._fill(file, at + done, address, count, flight)
+                self._fill(file, at + done, address, count, flight, lambda count: None)
                 scatter(dest, offset + done, at_address(address, count))
         finally:
             self.give_back(address)
 
-    def _fill(self, file: OpenFile, at: int, address: int, length: int, flight: Flight) -> None:
-        """Bytes [at, at + length) of the file to `address`, in steps of ITEM."""
-        end = at + length
-        while at < end:
-            if flight.aborted:
-                raise TransportFailed(f"{file.path}: given up")
-            count = min(end - at, ITEM)
-            done = self._direct(file, at, address, count) if file.goes_direct(at, count) else 0
-            if done < count:
-                _through_cache(file, at + done, at_address(address + done, count - done))
-            at, address = at + count, address + count
+    def _fill(self, file: OpenFile, at: int, address: int, length: int, flight: Flight, landed: Landed) -> None:
+        """Bytes [at, at + length) of the file to `address`, in steps of ITEM, or of HOT through the page cache."""
+        done = 0
+        for begin in range(0, length, ITEM):
+            end = min(begin + ITEM, length)
+            if not flight.aborted and file.goes_direct(at + begin, end - begin):
+                done += self._direct(file, at + begin, address + begin, end - begin)
+            while done < end:
+                if flight.aborted:
+                    raise TransportFailed(f"{file.path}: given up")
+                count = min(end - done, HOT)
+                _through_cache(file, at + done, at_address(address + done, count))
+                done += count
+                landed(done)
+            landed(done)
 
     # -- O_DIRECT ------------------------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ from mx_cli.transport import cuda, nixl_env
 from mx_cli.transport.disk import BLOCK, LEAST_DIRECT, LEAVE, MOSTLY, Disk, OpenFile
 from mx_cli.transport.inside import Inside
 from mx_cli.transport.nixl_files import GDS, FileAgent
-from mx_cli.transport.peer import ITEM
+from mx_cli.transport.peer import ITEM, Landed
 
 BUFFER = ITEM + 2 * BLOCK
 """Bytes: an item, and the rest of the blocks that it begins and ends in."""
@@ -104,7 +104,7 @@ class Gds:
         self, disk: Disk, agent: FileAgent, landing: Landing, device: int, notice: Callable[[str], None]
     ) -> None:
         """Raises TransportFailed when the buffers cannot be registered."""
-        self.window = disk.window
+        self.window, self.ahead, self.least_part = disk.window, disk.ahead, disk.least_part
         self._disk, self._agent, self._landing, self._device = disk, agent, landing, device
         self._notice = notice
         self._inside = Inside()
@@ -115,7 +115,7 @@ class Gds:
         self._opening = {path: threading.Lock() for path in disk.files}
         self._opened: dict[str, int | None] = {}
 
-    def bring(self, item: ReadItem, dest: Memory, flight: Flight) -> None:
+    def bring(self, item: ReadItem, dest: Memory, flight: Flight, landed: Landed = lambda count: None) -> None:
         file = self._disk.files[item.entry.path]
         with self._inside.entered(item.entry.path):
             blocks, rest = _whole_blocks(item, dest, file.size)

@@ -237,10 +237,10 @@ class Agent:
 
 
 class Read:
-    """One READ, made by `Agent.read`. Any thread may call its methods.
+    """A READ, made by `Agent.read`: of all its rows, or of some after others. Any thread may call its methods.
 
-    `post` once; `done` until it says True or raises; `release` always. While it is neither done nor failed its bytes may
-    land, also after `release`: NIXL cannot cancel, only `Agent.destroy` ends it.
+    `post`; `done` until it says True or raises; then perhaps `post` again; `release` always. While what was posted is neither
+    done nor failed its bytes may land, also after `release`: NIXL cannot cancel, only `Agent.destroy` ends it.
     """
 
     def __init__(self, agent: Agent, what: str, device: int) -> None:
@@ -249,17 +249,18 @@ class Read:
         self._device = device
         self._handle: Any = None
         self._lists: list[Any] = []
+        self._rows = 0
         self._landed = False
 
-    def post(self) -> None:
-        """Start. Within one host the kernel copies before this returns (0.1 s per GB), without the GIL.
+    def post(self, first: int = 0, last: int | None = None) -> None:
+        """Start with rows [first, last). Within one host the kernel copies before this returns (0.1 s per GB), without the GIL.
 
         Raises TransportFailed.
         """
-        self._landed = self._state(lambda nixl: nixl.transfer(self._handle))
+        self._landed = self._state(lambda nixl: self._start(nixl, first, self._rows if last is None else last))
 
     def done(self) -> bool:
-        """Whether all bytes are in place, on a GPU for every stream. Does not block otherwise. Raises TransportFailed."""
+        """Whether all posted bytes are in place, on a GPU for every stream. Does not block otherwise. Raises TransportFailed."""
         if not self._landed:
             self._landed = self._state(lambda nixl: nixl.check_xfer_state(self._handle))
             if self._landed and self._device != HOST:
@@ -278,25 +279,39 @@ class Read:
         return state == "DONE"
 
     def _prepare(self, nixl: Any, name: str, sides: tuple[Rows, Rows], kinds: tuple[str, str]) -> None:
-        import numpy as np
-
         # Only prepared lists are merged where rows are neighbours.
         self._agent._reads.add(self)
         self._lists.append(nixl.prep_xfer_dlist("", sides[0], kinds[0]))
         self._lists.append(nixl.prep_xfer_dlist(name, sides[1], kinds[1]))
-        every = np.arange(len(sides[0]), dtype=np.int32)
-        self._handle = nixl.make_prepped_xfer("READ", self._lists[0], every, self._lists[1], every)
+        self._rows = len(sides[0])
+
+    def _start(self, nixl: Any, first: int, last: int) -> str:
+        import numpy as np
+
+        if self._handle is not None:
+            _give_back(self._handle)
+            self._handle = None
+        rows = np.arange(first, last, dtype=np.int32)
+        self._handle = nixl.make_prepped_xfer("READ", self._lists[0], rows, self._lists[1], rows)
+        return str(nixl.transfer(self._handle))
 
     def _free(self, errors: tuple[type[Exception], ...]) -> None:
-        """The agent's lock is held. NIXL's own handles refer to the agent, and it must not outlive `destroy`."""
+        """The agent's lock is held."""
         for handle in filter(None, (self._handle, *self._lists)):
             with contextlib.suppress(*errors):
-                handle.release()
-            handle._agent = None
-            handle._released = True
+                _give_back(handle)
         self._handle = None
         self._lists.clear()
         self._agent._reads.discard(self)
+
+
+def _give_back(handle: Any) -> None:
+    """NIXL's own handles refer to the agent, and it must not outlive `destroy`."""
+    try:
+        handle.release()
+    finally:
+        handle._agent = None
+        handle._released = True
 
 
 @dataclass(frozen=True)

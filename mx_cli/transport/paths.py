@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import itertools
 import mmap
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mx_cli.base.errors import IntegrityError, StillLanding, TransportFailed
@@ -16,12 +18,18 @@ from mx_cli.engine.ports import Memory, ReadItem, Stream
 from mx_cli.engine.threads import Flight
 from mx_cli.model.holding import HOST, Extent, Extents
 from mx_cli.transport.inside import Inside
-from mx_cli.transport.peer import ITEM
+from mx_cli.transport.peer import ITEM, Landed
 
 if TYPE_CHECKING:
-    from mx_cli.transport.nixl import Agent, Probe, Read
+    from mx_cli.transport.nixl import Agent, Probe, Read, Rows
 
 PROBE = 1 << 20
+HOT = 4 << 20
+"""Bytes that are in a core's cache still when they are verified right after they were copied."""
+LEAST_WINDOW = 2
+"""Reads at once where the kernel copies, also of one agent."""
+LEAST_PART = 32 << 10
+"""Bytes below which the kernel's work for a run of memory is more than a second copy of it."""
 LONGEST_PAUSE = 0.002
 LEAVE = 2.0
 """Seconds in which the threads of a path that is closed have to come out of it."""
@@ -67,6 +75,8 @@ class Socket:
     """Path `socket`: ranges of the files over `window` TLS connections."""
 
     name = "socket"
+    ahead = 0
+    least_part = LEAST_PART
 
     def __init__(self, opens: Opens, window: int) -> None:
         self.window = window
@@ -74,16 +84,19 @@ class Socket:
         self._inside = Inside()
         self._buffers = ReadBuffers(window)
 
-    def bring(self, item: ReadItem, dest: Memory, flight: Flight) -> None:
-        """Into place directly where the item is one run of host memory, else through a buffer."""
+    def bring(self, item: ReadItem, dest: Memory, flight: Flight, landed: Landed = lambda count: None) -> None:
+        """Into place directly where that is host memory without gaps, else through a buffer."""
         assert item.length is not None
         begin, end = dest.parts[0][0], dest.parts[-1][0] + dest.parts[-1][1]
         stream = self._opens(item.entry.path, item.offset + begin, end - begin)
         flight.attach(stream)
         try:
             with self._inside.entered(item.entry.path):
-                if len(dest.parts) == 1 and dest.put is None:
-                    self._fill(stream, at_address(dest.parts[0][2], end - begin), item, flight)
+                if dest.put is None and sum(length for _, length, _ in dest.parts) == end - begin:
+                    count = 0
+                    for _, length, address in dest.parts:
+                        self._fill(stream, at_address(address, length), item, flight, landed, count)
+                        count += length
                 else:
                     self._scatter(stream, item, dest, flight)
         finally:
@@ -93,13 +106,16 @@ class Socket:
         begin, end = dest.parts[0][0], dest.parts[-1][0] + dest.parts[-1][1]
         address = self.buffer()
         try:
-            view = at_address(address, end - begin)
-            self._fill(stream, view, item, flight)
-            scatter(dest, begin, view)
+            for at in range(begin, end, ITEM):
+                view = at_address(address, min(ITEM, end - at))
+                self._fill(stream, view, item, flight, lambda count: None, 0)
+                scatter(dest, at, view)
         finally:
             self.give_back(address)
 
-    def _fill(self, stream: Stream, view: memoryview, item: ReadItem, flight: Flight) -> None:
+    def _fill(
+        self, stream: Stream, view: memoryview, item: ReadItem, flight: Flight, landed: Landed, before: int
+    ) -> None:
         filled = 0
         while filled < len(view):
             count = stream.read_into(view[filled:])
@@ -107,6 +123,7 @@ class Socket:
                 raise TransportFailed(f"{item.entry.path}: the peer's answer ended {len(view) - filled} bytes early")
             filled += count
             flight.moved += count
+            landed(before + filled)
 
     def buffer(self) -> int:
         return self._buffers.take()
@@ -124,10 +141,13 @@ class NixlRead:
     """Path `nixl-read`: READs out of the peer's memory, by agents of this path's own.
 
     Closing destroys the agents, which is the barrier. `regions`: own memory that bytes will land in, (address, length,
-    device). One agent has `window` reads on their way at once; where the kernel copies (`use_lanes`) each has one.
+    device). One agent has `window` reads on their way at once; where the kernel copies (`use_lanes`) each makes one step of a
+    read at a time.
     """
 
     name = "nixl-read"
+    ahead = 0
+    least_part = LEAST_PART
 
     def __init__(
         self, agent: Agent, capability: Mapping[str, Any], regions: Sequence[tuple[int, int, int]], window: int
@@ -139,6 +159,7 @@ class NixlRead:
         self._peer, self._blob, self._digest = _capability(capability)
         self._extents = Extents(extents_of(capability))
         self._given_up = False
+        self._step = ITEM
         self._inside = Inside()
         self._buffers = ReadBuffers(window)
         pool = self._buffers.make()
@@ -153,21 +174,23 @@ class NixlRead:
         return self._extents.size
 
     def use_lanes(self, agents: Sequence[Agent]) -> None:
-        """From now on each agent, the first one and these, makes one read at a time: before the first `bring`.
+        """The kernel copies, within one host: each agent, the first one and these, copies a step at a time from now on.
 
-        Within one host the kernel copies in `post`: two copies of one agent would wait for each other, those of two use two
-        cores. Each costs as much as the first one. They only save time: from the first that cannot be had on, none is used.
+        Before the first `bring`. The kernel copies in `post`: two copies of one agent would wait for each other, those of two
+        use two cores. Each costs as much as the first one. They only save time: from the first that cannot be had on, none
+        is used.
         """
-        self._idle = queue.SimpleQueue()
-        self._idle.put(self._agents[0])
-        for count, agent in enumerate(agents, 2):
-            try:
+        self._step = HOT
+        usable = [self._agents[0]]
+        with contextlib.suppress(TransportFailed):
+            for agent in agents:
                 self._connect(agent)
-            except TransportFailed:
-                return
+                usable.append(agent)
+        # While one read is copied, what another one has brought is verified; more would only keep the cores from both.
+        self.window, self.ahead = max(LEAST_WINDOW, len(usable)), 1
+        self._idle = queue.SimpleQueue()
+        for _, agent in zip(range(self.window), itertools.cycle(usable), strict=False):
             self._idle.put(agent)
-            # A thread more would only keep the cores from those that copy and verify.
-            self.window = count
 
     def _connect(self, agent: Agent) -> None:
         self._agents.append(agent)
@@ -189,17 +212,18 @@ class NixlRead:
         finally:
             self.give_back(address)
 
-    def bring(self, item: ReadItem, dest: Memory, flight: Flight) -> None:
+    def bring(self, item: ReadItem, dest: Memory, flight: Flight, landed: Landed = lambda count: None) -> None:
         with self._inside.entered(item.entry.path):
-            for devices, local, remote in self._runs(item, dest):
+            runs = self._runs(item, dest)
+            for devices, local, remote in runs:
                 agent = self._idle.get()
                 try:
-                    if flight.aborted or self._inside.closed:
-                        raise TransportFailed(f"{item.entry.path}: given up")
-                    self._move(agent.read(self._peer, local, remote, devices), item, flight)
+                    # Bytes of several devices do not come in the order of the parts.
+                    tell = landed if len(runs) == 1 else lambda count: None
+                    own, theirs, steps = in_steps(local, remote, self._step)
+                    self._move(agent.read(self._peer, own, theirs, devices), steps, item, flight, tell)
                 finally:
                     self._idle.put(agent)
-                flight.moved += int(local[:, 1].sum())
 
     def _runs(self, item: ReadItem, dest: Memory) -> list[tuple[tuple[int, int], Any, Any]]:
         """The runs to copy, (devices, own rows, the peer's rows), one group for each kind of the peer's memory."""
@@ -233,17 +257,24 @@ class NixlRead:
             for device, (own, theirs, lengths) in found.items()
         ]
 
-    def _move(self, read: Read, item: ReadItem, flight: Flight) -> None:
+    def _move(self, read: Read, steps: Iterable[Step], item: ReadItem, flight: Flight, landed: Landed) -> None:
+        count = 0
         try:
-            read.post()
-            pause = 0.0001
-            while not read.done():
+            for first, last, size in steps:
                 if flight.aborted or self._inside.closed:
-                    # It may land until the agent is gone: no buffer is used again until then.
-                    self._given_up = True
                     raise TransportFailed(f"{item.entry.path}: given up")
-                time.sleep(pause)
-                pause = min(LONGEST_PAUSE, pause * 1.5)
+                read.post(first, last)
+                pause = 0.0001
+                while not read.done():
+                    if flight.aborted or self._inside.closed:
+                        # It may land until the agent is gone: no buffer is used again until then.
+                        self._given_up = True
+                        raise TransportFailed(f"{item.entry.path}: given up")
+                    time.sleep(pause)
+                    pause = min(LONGEST_PAUSE, pause * 1.5)
+                flight.moved += size
+                count += size
+                landed(count)
         finally:
             read.release()
 
@@ -271,6 +302,34 @@ class NixlRead:
         if landing:
             never_free(self._buffers)
             raise landing
+
+
+Step = tuple[int, int, int]
+"""Rows [first, last), and their bytes."""
+
+
+def in_steps(local: Rows, remote: Rows, step: int) -> tuple[Rows, Rows, list[Step]]:
+    """The same rows, those that are longer than `step` bytes cut, in groups of `step` bytes or more, but less than twice that;
+    the last may have less."""
+    import numpy as np
+
+    lengths = local[:, 1].astype(np.int64)
+    counts = -(-lengths // step)
+    of = np.repeat(np.arange(len(lengths)), counts)
+    skipped = (np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)) * step
+    sizes = np.minimum(step, lengths[of] - skipped)
+    own, theirs = local[of], remote[of]
+    for rows in (own, theirs):
+        rows[:, 0] += skipped.astype(np.uint64)
+        rows[:, 1] = sizes
+    ends = np.cumsum(sizes)
+    steps: list[Step] = []
+    first = done = 0
+    while first < len(of):
+        last = min(int(np.searchsorted(ends, done + step)) + 1, len(of))
+        steps.append((first, last, int(ends[last - 1]) - done))
+        first, done = last, int(ends[last - 1])
+    return own, theirs, steps
 
 
 def _capability(capability: Mapping[str, Any]) -> tuple[str, bytes, str]:

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-import operator
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import xxhash
 
-from mx_cli.base.errors import IntegrityError, MxError, NotFound, StillLanding, TransportFailed
+from mx_cli.base.errors import MxError, NotFound, StillLanding, TransportFailed
 from mx_cli.base.oserrors import explain
-from mx_cli.engine.buffers import at_address, write_at
+from mx_cli.engine.buffers import at_address, scatter, write_at
 from mx_cli.engine.ports import Block, Done, File, Host, Memory, ReadItem, SourceCaps, Through
 from mx_cli.engine.threads import Flight, Threads
-from mx_cli.model.holding import HOST, Check, Extent, Holding
+from mx_cli.model.holding import HOST, Extent, Holding
 from mx_cli.model.manifest import BLOCK
+from mx_cli.plan.blocks import aligned
 from mx_cli.transport.inside import Inside
+from mx_cli.transport.verification import Verification
+
+Landed = Callable[[int], None]
+"""Is told how many bytes of the parts of a destination are in place, from the first part's first byte on."""
 
 ITEM = 2 * BLOCK
-"""Bytes of a read: at 16 MiB the rate of verified bytes drops, at 4 the work for each read shows."""
+"""Bytes of a piece that goes through a buffer, and at least of one that goes straight into host memory."""
+MOST = 4 * ITEM
+"""Bytes of such a piece at most."""
+PIECES = 32
+"""Into how many of them a transfer is cut, within those bounds: the last ones of a slow source must not be long."""
 LEAVE = 30.0
 """Seconds for what has come to a source that is closed: a disk may hold up the thread that writes it."""
 
@@ -29,9 +37,17 @@ class Path(Protocol):
 
     name: str
     window: int
+    """Reads at once."""
+    ahead: int
+    """Reads that wait for their turn, so that none of those threads waits for the engine."""
+    least_part: int
+    """Bytes of a part from which it is worth a read of its own: smaller ones come together, by way of a buffer."""
 
-    def bring(self, item: ReadItem, dest: Memory, flight: Flight) -> None:
-        """Fill the parts of `dest`. Blocks. Raises MxError; gives up soon when the flight is aborted."""
+    def bring(self, item: ReadItem, dest: Memory, flight: Flight, landed: Landed = lambda count: None) -> None:
+        """Fill the parts of `dest`. Blocks. Raises MxError; gives up soon when the flight is aborted.
+
+        Where the parts are filled in order, `landed` may be called on the way; it may raise, which ends the reading.
+        """
 
     def buffer(self) -> int:
         """The address of ITEM bytes of host memory to read into, for bytes that go on to a file."""
@@ -56,7 +72,7 @@ class PeerSource(Threads):
         super().__init__(ring)
         self.name = name
         self._holding, self._path, self._failure = holding, path, failure
-        self._caps = SourceCaps(path.window, ITEM, name, holding.blocks)
+        self._caps = SourceCaps(path.window + path.ahead, ITEM, name, holding.blocks)
         self._files = frozenset(record.path for record in holding.manifest.files)
         self._closing = threading.Lock()
         # What has come by the path is looked at where it lies, or is on its way from a buffer to a file.
@@ -66,6 +82,9 @@ class PeerSource(Threads):
     @property
     def caps(self) -> SourceCaps:
         return self._caps
+
+    def widen(self, width: int) -> None:
+        super().widen(min(width, self._path.window))
 
     def poll(self, timeout: float) -> list[Done]:
         news = super().poll(timeout)
@@ -111,48 +130,48 @@ class PeerSource(Threads):
         if item.length == 0:
             return ()
         if isinstance(dest, Memory):
-            self._path.bring(item, dest, flight)
-            with self._landing.entered(item.entry.path):
-                if dest.device == HOST:
-                    self._verify(item, dest)
-                else:
-                    self._verify_on_gpu(item, dest)
-            return (Block(item.offset, item.length, b""),)
-        return tuple(
-            block
-            for at in range(0, item.length, ITEM)
-            for block in self._through_buffer(flight, dest, at, min(ITEM, item.length - at))
+            if dest.device != HOST:
+                self._onto_gpu(item, dest, flight)
+                return (Block(item.offset, item.length, b""),)
+            if not _is_crumbs(dest, item.length, self._path.least_part):
+                self._into_place(item, dest, flight)
+                return (Block(item.offset, item.length, b""),)
+            memory = dest
+            dest = Through(lambda offset, view: scatter(memory, offset, view))
+        checks = self._holding.checks_within(item.entry.path, item.offset, item.offset + item.length)
+        spans = aligned(
+            [(item.offset, item.offset + item.length)], [(check.offset, check.end) for check in checks], ITEM
         )
+        return tuple(block for start, end in spans for block in self._through_buffer(flight, dest, start, end))
 
-    def _through_buffer(self, flight: Flight, dest: File | Host | Through, at: int, length: int) -> tuple[Block, ...]:
-        """One buffer's worth of an item, from its byte `at`: a path reads into memory that it has opened for it."""
-        item = ReadItem(flight.item.entry, flight.item.offset + at, length)
+    def _through_buffer(self, flight: Flight, dest: File | Host | Through, start: int, end: int) -> tuple[Block, ...]:
+        """One buffer's worth of an item, [start, end) of its file: a path reads into memory that it has opened for it."""
+        item, at, length = ReadItem(flight.item.entry, start, end - start), start - flight.item.offset, end - start
         address = self._path.buffer()
         try:
-            memory = Memory(((0, length, address),))
-            self._path.bring(item, memory, flight)
+            self._into_place(item, Memory(((0, length, address),)), flight)
             with self._landing.entered(item.entry.path):
-                self._verify(item, memory)
                 view = at_address(address, length)
                 _place(dest, at, view)
                 return (Block(item.offset, length, b""),) if isinstance(dest, Through) else _blocks(item, view)
         finally:
             self._path.give_back(address)
 
-    def _verify(self, item: ReadItem, memory: Memory) -> None:
-        """Compare every block that lies whole in the item with the digest that the peer published."""
-        assert item.end is not None
-        checks = self._holding.checks_within(item.entry.path, item.offset, item.end)
-        checks, whole, begins, ends = _covered(checks, item, memory)
-        # Maps instead of a loop: of small tensors there are tens of thousands.
-        found = list(map(xxhash.xxh3_128_hexdigest, map(whole.__getitem__, map(slice, begins, ends))))
-        if found != [check.expected for check in checks]:
-            raise next(
-                self._wrong(check, one) for check, one in zip(checks, found, strict=True) if one != check.expected
-            )
+    def _into_place(self, item: ReadItem, memory: Memory, flight: Flight) -> None:
+        """Into host memory, verified."""
+        assert item.length is not None
+        verification = Verification(self.name, self._holding, item, memory)
+        self._path.bring(item, memory, flight, verification.landed)
+        with self._landing.entered(item.entry.path):
+            verification.landed(item.length)
+
+    def _onto_gpu(self, item: ReadItem, dest: Memory, flight: Flight) -> None:
+        """Into a GPU's memory; the digests are taken of a copy of what has landed there."""
+        self._path.bring(item, dest, flight)
+        with self._landing.entered(item.entry.path):
+            self._verify_on_gpu(item, dest)
 
     def _verify_on_gpu(self, item: ReadItem, dest: Memory) -> None:
-        """The same for what has landed in a GPU's memory: a copy of it is what the digests are taken of."""
         from mx_cli.transport.on_gpu import copy_out
 
         copy = copy_out(dest.device)
@@ -161,50 +180,21 @@ class PeerSource(Threads):
             for offset, length, address in dest.parts:
                 found = Extent(item.entry.path, item.offset + offset, length, address, dest.device)
                 copy(found, at_address(buffer + offset, length))
-            self._verify(item, Memory(tuple((offset, length, buffer + offset) for offset, length, _ in dest.parts)))
+            memory = Memory(tuple((offset, length, buffer + offset) for offset, length, _ in dest.parts))
+            Verification(self.name, self._holding, item, memory).landed(item.length or 0)
         finally:
             self._path.give_back(buffer)
 
-    def _wrong(self, check: Check, found: str) -> IntegrityError:
-        where = f"tensor {check.tensor}, block {check.block}"
-        return IntegrityError(
-            f"wrong bytes from {self.name} ({where}: expected {check.expected}, observed {found})",
-            hint="they changed after they were hashed: a peer has to serve them anew, mx cache verify looks through a cache",
-        )
+
+def piece_size(size: int) -> int:
+    """Bytes of a piece of host memory, for a transfer of `size` bytes."""
+    return max(ITEM, min(MOST, size // PIECES // ITEM * ITEM))
 
 
-def _covered(
-    checks: Sequence[Check], item: ReadItem, memory: Memory
-) -> tuple[Sequence[Check], memoryview, Sequence[int], Sequence[int]]:
-    """The checks whose bytes lie whole in one part, a view of all parts with what lies between, and where they are in it."""
-    base = min((address for _, _, address in memory.parts), default=0)
-    top = max((address + length for _, length, address in memory.parts), default=0)
-    # Only what has a check is touched: a view of each part would cost more than the digest of a small block.
-    whole = at_address(base, top - base)
-    if len(checks) == len(memory.parts):
-        offsets, lengths, addresses = zip(*memory.parts, strict=True) if checks else ((), (), ())
-        alike = all(map(operator.eq, offsets, (check.offset - item.offset for check in checks)))
-        if alike and all(map(operator.eq, lengths, (check.length for check in checks))):
-            begins = [address - base for address in addresses]
-            return checks, whole, begins, list(map(operator.add, begins, lengths))
-    if len(memory.parts) == 1 and (memory.parts[0][0], memory.parts[0][1]) == (0, item.length):
-        begins = [check[0] - item.offset for check in checks]
-        return checks, whole, begins, [begin + check[1] for begin, check in zip(begins, checks, strict=True)]
-    found: list[Check] = []
-    begins, ends = [], []
-    at, count = 0, len(checks)
-    for offset, length, address in memory.parts:
-        start = item.offset + offset
-        end, shift = start + length, address - start - base
-        while at < count and checks[at].offset < end:
-            check = checks[at]
-            at += 1
-            last = check.offset + check.length
-            if check.offset >= start and last <= end:
-                found.append(check)
-                begins.append(check.offset + shift)
-                ends.append(last + shift)
-    return found, whole, begins, ends
+def _is_crumbs(dest: Memory, length: int, least: int) -> bool:
+    """Whether an item of `length` bytes is wanted whole, in parts that are smaller than `least` on the average."""
+    count = len(dest.parts)
+    return length < least * count and count > 1 and sum(part[1] for part in dest.parts) == length
 
 
 def _place(dest: File | Host | Through, at: int, view: memoryview) -> None:

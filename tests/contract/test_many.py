@@ -123,7 +123,9 @@ def test_nobody_has_more_open_than_its_window() -> None:
                 open_now[name] += 1
                 most[name] = max(most[name], open_now[name])
 
-        def leave(item: ReadItem, dest: Any, flight: Any, name: str = name, path: MemoryPath = path) -> None:
+        def leave(
+            item: ReadItem, dest: Any, flight: Any, landed: Any, name: str = name, path: MemoryPath = path
+        ) -> None:
             try:
                 MemoryPath.bring(path, item, dest, flight)
             finally:
@@ -475,7 +477,7 @@ def test_nothing_is_placed_once_it_is_closed() -> None:
     source = PeerSource("a", HOLDING, path, bell.ring, lambda: None)
     placed: list[int] = []
 
-    def bring(item: ReadItem, dest: Any, flight: Any) -> None:
+    def bring(item: ReadItem, dest: Any, flight: Any, landed: Any) -> None:
         MemoryPath.bring(path, item, dest, flight)
         arrived.set()
         assert go_on.wait(60)

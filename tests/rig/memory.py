@@ -14,7 +14,7 @@ from mx_cli.engine.buffers import scatter
 from mx_cli.engine.ports import Block, Dest, Host, Memory, NoRanges, ReadItem, SourceCaps
 from mx_cli.engine.threads import Flight
 from mx_cli.model.manifest import Entry
-from mx_cli.transport.peer import ITEM
+from mx_cli.transport.peer import ITEM, Landed
 
 Fault = Callable[[ReadItem, int], Exception | None]
 """(item, which open of this path it is, from 1) -> what opening it raises, or None."""
@@ -108,13 +108,15 @@ class MemoryPath:
     spoil: Container[int] = ()
     stuck: Container[int] = ()
     name: str = "memory"
+    ahead: int = 0
+    least_part: int = 0
     asked: list[ReadItem] = field(default_factory=list)
     brought: list[ReadItem] = field(default_factory=list)
     closed: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _buffers: list[bytearray] = field(default_factory=list)
 
-    def bring(self, item: ReadItem, dest: Memory, flight: Flight) -> None:
+    def bring(self, item: ReadItem, dest: Memory, flight: Flight, landed: Landed = lambda count: None) -> None:
         with self._lock:
             self.asked.append(item)
             count = len(self.asked)
