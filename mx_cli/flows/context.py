@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from mx_cli.base import redact
 from mx_cli.base.cancel import Stop
@@ -16,6 +18,7 @@ from mx_cli.base.events import Detail, Emit, Notice, Requested, Retried, Warned
 from mx_cli.cache.layout import Cache, Model
 from mx_cli.cache.lease import Lease
 from mx_cli.cache.snapshots import Snapshots
+from mx_cli.engine.ports import Directory
 from mx_cli.engine.retry import Gates
 from mx_cli.model.manifest import store_ref
 from mx_cli.sources.registry import OpenOrigin, open_origin
@@ -43,6 +46,11 @@ class Context:
     @property
     def environ(self) -> Mapping[str, str]:
         return self.resolved.environ
+
+    def with_settings(self, **changes: Any) -> Context:
+        """The same surroundings with other values of these settings."""
+        settings = dataclasses.replace(self.settings, **changes)
+        return dataclasses.replace(self, resolved=dataclasses.replace(self.resolved, settings=settings))
 
     def notice(self, message: str) -> None:
         self.emit(Notice(redact.text(message)))
@@ -83,6 +91,13 @@ class Context:
 
     def snapshots(self, model: Model) -> Snapshots:
         return Snapshots(model, self.settings.visibility, self.stop.wait)
+
+    def directory(self) -> Directory:
+        """Where peers are found. Opens no connection, writes nothing. Raises UsageError for a setting that means nothing."""
+        from mx_cli.discovery.registry import open_directory
+
+        settings = self.settings
+        return open_directory(settings.discovery, self.cache().root, settings.record_beat, settings.connect_timeout)
 
     def origin(self, uri: str, version_id: str | None = None) -> OpenOrigin:
         origin = open_origin(

@@ -115,11 +115,7 @@ class Fill:
 
     def patient(self) -> Context:
         """The surroundings of who reads from here: the prefetch watches and retries its origin, and nobody else does."""
-        settings = self._context.settings
-        settings = dataclasses.replace(settings, stall_timeout=float("inf"), retry_for=0.0, max_bandwidth=None)
-        return dataclasses.replace(
-            self._context, resolved=dataclasses.replace(self._context.resolved, settings=settings)
-        )
+        return self._context.with_settings(stall_timeout=float("inf"), retry_for=0.0, max_bandwidth=None)
 
     def _check(self) -> None:
         self._context.stop.check()

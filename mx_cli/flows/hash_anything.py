@@ -11,7 +11,7 @@ from mx_cli.base.errors import NotFound, UsageError
 from mx_cli.cache.layout import Cache, Model
 from mx_cli.cache.snapshots import Snapshots
 from mx_cli.flows.context import Context, is_immutable, moving_name
-from mx_cli.flows.hash import HashResult, hash_model, is_local
+from mx_cli.flows.hash import CHECKPOINT, HashResult, hash_model, is_local
 from mx_cli.flows.publish import rows_of
 from mx_cli.model.digest import TensorDigest
 from mx_cli.model.manifest import Manifest
@@ -21,11 +21,11 @@ def hash_anything(
     model: str,
     context: Context,
     *,
-    layout: tuple[str, dict[str, Any]],
-    kind: str | None,
-    content: bool,
-    revision: str | None,
-    verify: bool,
+    layout: tuple[str, dict[str, Any]] = CHECKPOINT,
+    kind: str | None = None,
+    content: bool = True,
+    revision: str | None = None,
+    verify: bool = False,
 ) -> HashResult:
     """See `hash_model`. A directory that is a snapshot of the cache has its digests and its origin from its manifest."""
     cache = context.cache()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -13,7 +12,6 @@ from mx_cli.base.cancel import Stop
 from mx_cli.base.capability import FAIL, OK, Capability
 from mx_cli.base.config import resolve
 from mx_cli.base.errors import MxError
-from mx_cli.discovery.registry import open_directory
 from mx_cli.flows.context import Context
 from mx_cli.flows.hash import is_local
 from mx_cli.flows.prefetch import preview
@@ -28,10 +26,8 @@ def probe(arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
     Asks the origin of a URI, and nobody else. Blocks as the origin and the file system do.
     """
-    resolved = resolve(arguments["settings"])
     # Whether it answers now is the question.
-    settings = dataclasses.replace(resolved.settings, retry_for=0.0)
-    context = Context(dataclasses.replace(resolved, settings=settings), Stop(), lambda event: None)
+    context = Context(resolve(arguments["settings"]), Stop(), lambda event: None).with_settings(retry_for=0.0)
     model = arguments["model"]
     try:
         rows = _of_identity(model, context) if kind_of(model) else _of_place(model, context)
@@ -65,9 +61,7 @@ def _of_identity(model: str, context: Context) -> tuple[Capability, ...]:
             if model in manifest.identity.values():
                 size = sum(record.size for record in manifest.files)
                 return (_sized(model, size, len(manifest.files), "in the cache", missing=0),)
-    settings = context.settings
-    directory = open_directory(settings.discovery, context.cache().root, settings.record_beat, settings.connect_timeout)
-    records = [record for record in directory.records(context.stop) if model in record.identities]
+    records = [record for record in context.directory().records(context.stop) if model in record.identities]
     if records:
         where = f"at {units.count(len(records), 'peer')}"
         return (_sized(model, records[0].size, 0, where, missing=records[0].size),)

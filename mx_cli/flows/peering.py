@@ -24,7 +24,6 @@ from mx_cli.base.errors import (
     TransportFailed,
     UsageError,
 )
-from mx_cli.discovery.registry import open_directory
 from mx_cli.discovery.static import only_address
 from mx_cli.engine.many import Bell, Member
 from mx_cli.engine.together import side_by_side
@@ -59,10 +58,7 @@ class Peering:
     def __init__(self, context: Context, wanted: Sequence[str], wish: Wish, own: str = "") -> None:
         self._context, self._wish, self._own = context, wish, own
         self._wanted = [one for one in wanted if kind_of(one) not in (None, "config")]
-        settings = context.settings
-        self._directory = open_directory(
-            settings.discovery, context.cache().root, settings.record_beat, settings.connect_timeout
-        )
+        self._directory = context.directory()
         self._sessions: dict[str, Session] = {}
         self._changing = threading.Lock()
         self._closed = False

@@ -6,10 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mx_cli.base.errors import MxError, UsageError
-from mx_cli.discovery.registry import open_directory
 from mx_cli.engine.together import side_by_side
 from mx_cli.flows.context import Context
-from mx_cli.flows.hash import CHECKPOINT
 from mx_cli.flows.hash_anything import hash_anything
 from mx_cli.model.identity import KINDS, Identity, kind_of, refuse_part
 from mx_cli.model.record import Record, Sighting
@@ -61,9 +59,7 @@ def find_peers(context: Context, wanted: str | None, *, probe: bool = False) -> 
     Blocks: a URI is resolved at its origin, a directory's weights are read unless their digests are known. Raises
     UsageError, what `hash_anything` raises, and FilesystemRefused or Unreachable for a directory that cannot be read.
     """
-    settings = context.settings
-    root = context.cache().root
-    directory = open_directory(settings.discovery, root, settings.record_beat, settings.connect_timeout)
+    directory = context.directory()
     ids, origin = _wanted(context, wanted) if wanted is not None else ({}, None)
     found = [Peer(sighting) for sighting in directory.sightings(context.stop)]
     if probe and found:
@@ -85,9 +81,7 @@ def _wanted(context: Context, wanted: str) -> tuple[dict[str, str], Identity | N
     if kind := kind_of(wanted):
         ids, origin = {kind: wanted}, None
     else:
-        found = hash_anything(
-            wanted, context, layout=CHECKPOINT, kind=None, content=True, revision=None, verify=False
-        ).identities
+        found = hash_anything(wanted, context).identities
         ids = {known.kind: known.id for known in found}
         origin = next((known for known in found if known.kind == "origin"), None)
     ids.pop("config", None)

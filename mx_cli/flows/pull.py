@@ -29,8 +29,6 @@ from mx_cli.model.holding import Holding
 from mx_cli.model.identity import Identity, kind_of
 from mx_cli.model.manifest import Manifest
 
-CHECKPOINT: tuple[str, dict[str, Any]] = ("checkpoint", {})
-
 
 @dataclass(frozen=True)
 class PullRequest:
@@ -97,12 +95,6 @@ class PullOutcome:
         ways = ", ".join(f"{source.address} by {source.path} {units.size(source.bytes)}" for source in self.sources)
         moved = f"{units.size(self.bytes_moved)} moved{rate}"
         return f"route {self.route}: {units.count(self.files, 'file')}, {moved}" + (f" ({ways})" if ways else "")
-
-
-def offline_context(context: Context) -> Context:
-    """The same surroundings, without asking any origin."""
-    settings = dataclasses.replace(context.settings, offline=True)
-    return dataclasses.replace(context, resolved=dataclasses.replace(context.resolved, settings=settings))
 
 
 def pull(request: PullRequest, context: Context) -> PullOutcome:
@@ -227,10 +219,8 @@ class Pull:
         """The same as records, for a model that is not given by one. Raises NoPeer without an immutable revision."""
         request, context = self._request, self._context
         if not self.uri:
-            found = hash_anything(
-                request.model, context, layout=CHECKPOINT, kind=None, content=True, revision=None, verify=False
-            )
-            return [one for one in found.identities if one.kind != "config"]
+            found = hash_anything(request.model, context).identities
+            return [one for one in found if one.kind != "config"]
         origin = context.origin(self.uri)
         try:
             revision = request.revision or origin.revision
@@ -267,10 +257,10 @@ class Pull:
         """A complete snapshot, the origin unasked. Raises NotFound."""
         if self.uri:
             outcome = self._prefetch(self.uri, self._request.revision, offline=True)
-            return Taken(self._cached(outcome, "cache", self._first(outcome)), "a complete snapshot is there")
+            return Taken(self._cached(outcome, "cache", _strongest(outcome.identity)), "a complete snapshot is there")
         found = self.snapshot()
         outcome = self._prefetch(found.uri, found.revision, offline=True)
-        return Taken(self._cached(outcome, "cache", self._first(outcome)), "a snapshot has the identity")
+        return Taken(self._cached(outcome, "cache", _strongest(outcome.identity)), "a snapshot has the identity")
 
     def snapshot(self) -> Manifest:
         """A whole snapshot of the cache with one of the identities. Raises NotFound."""
@@ -290,13 +280,10 @@ class Pull:
             self._cache_lacks = True
             raise
         if not self.uri and not set(self.wanted()) & set(outcome.identity.values()):
-            raise Incompatible(
-                f"{self.origin_uri} holds other weights ({self._first(outcome)}, expected {self._request.model})",
-                hint="mx hash MODEL --diff OTHER names what differs",
-            )
+            raise self._other_weights(_strongest(outcome.identity))
         # What another process fetched meanwhile, or what was there, came out of the cache in the end.
         how = "fetched" if outcome.role == "leader" else f"as {outcome.role}"
-        return Taken(self._cached(outcome, "origin", self._first(outcome)), f"{self.origin_uri}, {how}")
+        return Taken(self._cached(outcome, "origin", _strongest(outcome.identity)), f"{self.origin_uri}, {how}")
 
     # -- stream --------------------------------------------------------------------------------------------------
 
@@ -314,10 +301,7 @@ class Pull:
         """Raises Incompatible where the identities of what comes from the origin (kind -> id) are not the one wanted."""
         wanted = kind_of(self._request.model)
         if wanted and known.get(wanted, self._request.model) != self._request.model:
-            raise Incompatible(
-                f"{self.origin_uri} holds other weights ({known[wanted]}, expected {self._request.model})",
-                hint="mx hash MODEL --diff OTHER names what differs",
-            )
+            raise self._other_weights(known[wanted])
 
     def accept_unread(self, holding: Holding) -> None:
         """The same before the weights are read: of a content identity nobody can tell then. Raises Incompatible."""
@@ -329,17 +313,22 @@ class Pull:
             )
         self.accept(known)
 
+    def _other_weights(self, found: str) -> Incompatible:
+        return Incompatible(
+            f"{self.origin_uri} holds other weights ({found}, expected {self._request.model})",
+            hint="mx hash MODEL --diff OTHER names what differs",
+        )
+
     def _from_stream(self) -> Taken[PullOutcome]:
         self.check_stream()
         assert self._request.to is not None, "checked before"
         from mx_cli.flows.stream_files import stream_files
 
         found = stream_files(self.straight_from, self._request.revision, self._request.to, self.accept, self._context)
-        matched = next((one for one in map(found.identity.get, ("content", "origin")) if one), "")
         outcome = PullOutcome(
             directory=self._request.to,
-            route="stream",
-            identity=matched,
+            route=route.STREAM,
+            identity=_strongest(found.identity),
             attempts=(),
             sources=(),
             bytes_total=found.bytes,
@@ -350,7 +339,7 @@ class Pull:
         return Taken(outcome, f"{found.uri}, past the cache")
 
     def _prefetch(self, uri: str, revision: str | None, *, offline: bool) -> Outcome:
-        context = offline_context(self._context) if offline else self._context
+        context = self._context.with_settings(offline=True) if offline else self._context
         request = Request(uri, revision=revision)
         outcome = Prefetch(request, context, FromOrigin(context.origin(uri), context.settings)).run()
         if self._request.to:
@@ -366,9 +355,6 @@ class Pull:
                 Filling(self._context, outcome.directory, list(manifest.files), self._request.to).run()
                 return
 
-    def _first(self, outcome: Outcome) -> str:
-        return next((one for one in (outcome.identity.get("content"), outcome.identity.get("origin")) if one), "")
-
     def _cached(self, outcome: Outcome, name: str, matched: str, sources: tuple[Sourced, ...] = ()) -> PullOutcome:
         return PullOutcome(
             directory=self._request.to or outcome.directory,
@@ -381,3 +367,8 @@ class Pull:
             seconds=sum(outcome.clock.phases().values()),
             files=outcome.files,
         )
+
+
+def _strongest(known: Mapping[str, str | None]) -> str:
+    """The content identity, else that of the origin; empty when neither is known (kind -> id)."""
+    return known.get("content") or known.get("origin") or ""

@@ -20,7 +20,7 @@ from mx_cli.flows.data_path import reads, sockets
 from mx_cli.flows.group import Group
 from mx_cli.flows.peering import Peering
 from mx_cli.flows.prefetch import preview
-from mx_cli.flows.pull import Pull, PullRequest, offline_context
+from mx_cli.flows.pull import Pull, PullRequest
 from mx_cli.flows.pull_memory import table
 from mx_cli.flows.pull_ranks import parts_of, shares_wanted
 from mx_cli.flows.ranks import Place, items_to_read, rows_of
@@ -131,7 +131,7 @@ class _Look:
         if not puller.uri:
             found = puller.snapshot()
             return found.uri, self._context.cache().model(found.uri).snapshot(found.directory)
-        there = preview(Request(puller.uri, revision=self._request.revision), offline_context(self._context))
+        there = preview(Request(puller.uri, revision=self._request.revision), self._context.with_settings(offline=True))
         if there.missing or not there.directory.is_dir():
             raise NotFound(f"incomplete: {units.size(there.missing)} are missing")
         return there.uri, there.directory

@@ -19,7 +19,6 @@ from mx_cli.base.errors import MxError, NotFound, Unreachable, UsageError
 from mx_cli.base.interfaces import reachable
 from mx_cli.base.version import VERSION
 from mx_cli.discovery.beating import Beating
-from mx_cli.discovery.registry import open_directory
 from mx_cli.flows import trust
 from mx_cli.flows.context import Context
 from mx_cli.model.holding import Holding
@@ -152,9 +151,8 @@ class Serving:
                 raise UsageError("this peer is closed", hint="serve again")
             if self._beating:
                 return
-            settings = self._context.settings
-            directory = open_directory(settings.discovery, self._context.cache().root, settings.record_beat)
-            beating = Beating(directory, self.record, settings.record_beat, self._context.warn, self._break)
+            context = self._context
+            beating = Beating(context.directory(), self.record, context.settings.record_beat, context.warn, self._break)
             try:
                 beating.start()
             except BaseException:
