@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from typing import Annotated, Any
 
@@ -10,7 +11,7 @@ import typer
 from mx_cli.base.errors import UsageError, exit_codes
 from mx_cli.base.version import VERSION
 from mx_cli.cli import cache, config, doctor, hash_, peers, prefetch, pull, serve, status
-from mx_cli.cli.session import finish, open_streams, refuse
+from mx_cli.cli.session import finish, open_streams, refuse, unwritten
 
 EPILOG = "exit codes: " + "; ".join(f"{code} {meaning.replace('`', '')}" for code, meaning, _ in exit_codes())
 
@@ -55,12 +56,17 @@ def main() -> None:
     try:
         code = app(prog_name="mx", standalone_mode=False)
         finish(code if isinstance(code, int) else 0)
+    except SystemExit:
+        # So typer ends when nobody reads a help text any more.
+        finish(128 + signal.SIGPIPE)
     except Exception as error:  # noqa: BLE001 - typer's own refusals have no public base class
         finish(_refuse(error))
 
 
 def _refuse(error: Any) -> int:
-    """A usage error of the parser: same form as every other error of mx."""
+    """A usage error of the parser, or a help text that cannot be written: same form as every other error of mx."""
+    if isinstance(error, OSError) and error.filename is None:
+        return refuse(unwritten(error), sys.argv[1:])
     if not hasattr(error, "format_message"):
         raise error
     context = getattr(error, "ctx", None)

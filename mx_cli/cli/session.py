@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import signal
 import sys
@@ -151,9 +150,7 @@ class Session:
             except BrokenPipeError:
                 raise
             except OSError as error:
-                from mx_cli.base.oserrors import explain
-
-                raise explain(error, "writing to stdout") from None
+                raise unwritten(error) from None
 
     def conclude(self, final: str) -> None:
         """The work is done: `final` is what the termination log will say."""
@@ -242,13 +239,16 @@ def _print(out: str) -> None:
 
 
 def _json(document: Mapping[str, Any]) -> str:
-    """One line; escaped where a name is not UTF-8, or stdout's encoding has no such letter."""
-    text = json.dumps(document, ensure_ascii=False)
-    try:
-        text.encode(sys.stdout.encoding)
-    except UnicodeError:
-        return json.dumps(document)
-    return text
+    from mx_cli.cli.render import json_line
+
+    return json_line(document, sys.stdout.encoding)
+
+
+def unwritten(error: OSError) -> MxError:
+    """Why the answer did not reach stdout."""
+    from mx_cli.base.oserrors import explain
+
+    return explain(error, "writing to stdout")
 
 
 def _lost(error: FileNotFoundError) -> MxError:

@@ -325,6 +325,16 @@ def test_sigpipe_is_quiet(mx: Mx, faultd: servers.Faultd, where: str) -> None:
     assert mx("prefetch", faultd.file("ok", 100_000, "x"), "--json").ok().json()["role"] == "hit"
 
 
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["cache", "--help"]])
+def test_a_help_text_that_nobody_reads_is_quiet(mx: Mx, words: list[str]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "mx_cli", *words]
+    done = subprocess.run(command, env=clean_env(mx.home, mx.cache), stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
 def test_closed_streams(mx: Mx, faultd: servers.Faultd, closed: str) -> None:
     process = subprocess.run(
@@ -399,6 +409,19 @@ def test_json_lines_of_a_good_run(mx: Mx, faultd: servers.Faultd, verbose: list[
     assert max(fields["workers"] for fields in progress) > 0
     retried = next(line for line in lines if line["event"] == "retried")
     assert (retried["level"], retried["fields"]["attempt"]) == ("warning", 1)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_json_lines_with_names_that_are_no_plain_text(mx: Mx, tmp_path: Path, encoding: str) -> None:
+    odd = "é\u00a0\u009b31m\u0085\U000e0001.bin"
+    model = make_checkpoint(tmp_path / "model")
+    (model / odd).write_bytes(b"x")
+    env = {"PYTHONIOENCODING": f"{encoding}:backslashreplace"}
+    result = mx("prefetch", str(model), "--log-format", "json", env=env).ok()
+    assert any(f"1 B saved: {odd}" in line["msg"] for line in log_of(result))
+    lines = log_of(mx("prefetch", str(model / f"{odd}.none"), "--log-format", "json", env=env).exits(10))
+    assert odd in lines[-1]["msg"]
+    assert "\u009b" not in result.err
 
 
 def test_verbose_says_why_and_very_verbose_says_all(mx: Mx, faultd: servers.Faultd) -> None:
@@ -543,9 +566,10 @@ def test_the_directory_is_named_whatever_the_encoding_of_stdout(mx: Mx, tmp_path
         assert os.path.isdir(done.stdout.splitlines()[0]) or options
 
 
-def test_stdout_without_space_is_no_bug(mx: Mx) -> None:
+@pytest.mark.parametrize("words", [["config"], ["--help"], ["--version"], ["prefetch", "--help"]])
+def test_stdout_without_space_is_no_bug(mx: Mx, words: list[str]) -> None:
     with open("/dev/full", "w") as full:
-        command = [sys.executable, "-m", "mx_cli", "config"]
+        command = [sys.executable, "-m", "mx_cli", *words]
         done = subprocess.run(command, env=clean_env(mx.home, mx.cache), stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 15, done.stderr
     assert "Traceback" not in done.stderr

@@ -6,6 +6,7 @@ import json
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from mx_cli.base import redact
@@ -22,7 +23,7 @@ def say_error(error: MxError, log_format: str, run: str) -> None:
     said = error.to_json()
     what, hint = said["message"], said["hint"]
     if log_format == "json":
-        _write(json.dumps(line("error", "error", what, run, said), ensure_ascii=False))
+        _write(json_line(line("error", "error", what, run, said), sys.stderr.encoding))
         return
     _write(f"mx: error: {plain(what)}")
     if error.via:
@@ -34,6 +35,16 @@ def say_error(error: MxError, log_format: str, run: str) -> None:
 def line(level: str, event: str, message: str, run: str, fields: dict[str, Any]) -> dict[str, Any]:
     """One JSON log line."""
     return {"ts": round(time.time(), 3), "level": level, "event": event, "msg": message, "run": run, "fields": fields}
+
+
+def json_line(document: Mapping[str, Any], encoding: str) -> str:
+    """JSON in one line; escaped where a terminal would take a letter for an order, or `encoding` has no such letter."""
+    text = json.dumps(document, ensure_ascii=False)
+    try:
+        text.encode(encoding)
+    except UnicodeError:
+        return json.dumps(document)
+    return text if text.isprintable() else json.dumps(document)
 
 
 def plain(text: str, keep: str = "\n\t") -> str:
@@ -93,8 +104,10 @@ class Renderer:
     def _line(self, event: Event) -> None:
         text = redact.text(event.text())
         if self._json:
-            text = json.dumps(line(event.level, event.event, text, self.run, event.to_json()), ensure_ascii=False)
-        text = plain(text)
+            fields = line(event.level, event.event, text, self.run, event.to_json())
+            text = json_line(fields, sys.stderr.encoding)
+        else:
+            text = plain(text)
         if self._bar:
             self._bar.line(text)
         else:
