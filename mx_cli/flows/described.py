@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import xxhash
 
 from mx_cli.base.errors import UsageError
+from mx_cli.engine.buffers import STEP, at_address
 from mx_cli.flows.cuts import Cut
-from mx_cli.flows.extents import views
 from mx_cli.model import identity
 from mx_cli.model.digest import TensorDigester
-from mx_cli.model.holding import Extent, Holding, start_key
+from mx_cli.model.holding import HOST, Extent, Holding, start_key
 from mx_cli.model.identity import Identity
 from mx_cli.model.manifest import FileRecord, Manifest, selection_digest
 from mx_cli.model.selection import RULES_VERSION
 from mx_cli.model.share import Share
-from mx_cli.model.synthetic import FILE, Run, Synthetic, synthesize
+from mx_cli.model.synthetic import FILE, Run, synthesize
 from mx_cli.sinks.torch_tensors import Described as TorchTensor
 
 
@@ -54,12 +54,12 @@ def describe_holding(source: Any, named: Named, version: int, all_buffers: bool 
     header = memoryview(bytearray(found.header))
     extents = found.extents(ctypes.addressof(ctypes.c_char.from_buffer(header)))
     digester, whole = TensorDigester(FILE, found.size), xxhash.xxh3_128()
-    for view in views(extents):
+    for view in _views(extents):
         digester.update(view)
         whole.update(view)
     rows = digester.finish()
     record = FileRecord(FILE, found.size, whole.hexdigest())
-    identities = _identities(named, rows, found)
+    identities = _identities(named, rows)
     manifest = Manifest(
         uri="",
         revision="",
@@ -81,7 +81,25 @@ def describe_holding(source: Any, named: Named, version: int, all_buffers: bool 
     return Described(holding, extents, (header, [tensor.tensor for tensor in tensors], source))
 
 
-def _identities(named: Named, rows: Any, found: Synthetic) -> list[Identity]:
+def _views(extents: Iterable[Extent]) -> Iterator[memoryview]:
+    """The bytes of extents in host memory, in their order; those of a GPU are copied piece by piece."""
+    for extent in extents:
+        copy = None
+        if extent.device != HOST:
+            from mx_cli.transport.on_gpu import copy_out
+
+            copy = copy_out(extent.device)
+        for at in range(0, extent.length, STEP * 4):
+            length = min(STEP * 4, extent.length - at)
+            if copy is None:
+                yield at_address(extent.address + at, length)
+                continue
+            buffer = memoryview(bytearray(length))
+            copy(extent._replace(address=extent.address + at, length=length), buffer)
+            yield buffer
+
+
+def _identities(named: Named, rows: Any) -> list[Identity]:
     known = [identity.of_content(rows, named.config, named.stage, named.layout)]
     if named.uri:
         origin = identity.of_origin(named.uri, named.revision, named.stage, named.layout)

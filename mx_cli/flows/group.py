@@ -40,8 +40,8 @@ class Peer:
         )
 
 
-def holding_of(peer: Peer) -> Holding:
-    """What a peer holds: as it announced it, and with the identity by which it matched. Blocks; raises IntegrityError."""
+def announced_holding(peer: Peer) -> Holding:
+    """What a peer holds. Blocks. Raises IntegrityError unless it is as announced, with the identity that matched."""
     holding = peer.session.holding()
     if holding.digest != peer.facts.get("manifest"):
         raise IntegrityError(f"{peer.address}: its manifest is not the one that it announced")

@@ -12,8 +12,7 @@ from mx_cli.cache.layout import Cache, Model
 from mx_cli.cache.snapshots import Snapshots
 from mx_cli.flows.context import Context, is_immutable, moving_name
 from mx_cli.flows.hash import CHECKPOINT, HashResult, hash_model, is_local
-from mx_cli.flows.publish import rows_of
-from mx_cli.model.digest import TensorDigest
+from mx_cli.model.digest import TensorDigest, table_of
 from mx_cli.model.manifest import Manifest
 
 
@@ -75,7 +74,7 @@ def _largest(snapshots: Snapshots, directory: str) -> Manifest | None:
 
 def known_rows(manifest: Manifest) -> Mapping[str, Sequence[TensorDigest]]:
     """The manifest's tensor tables by file."""
-    tables = {path: rows_of(manifest, path, path) for path in manifest.weights}
+    tables = {path: table_of(manifest, path, path) for path in manifest.weights}
     return {path: rows for path, rows in tables.items() if rows is not None}
 
 

@@ -16,7 +16,7 @@ from mx_cli.base.errors import UsageError
 from mx_cli.base.filesystem import give_name, is_mount
 from mx_cli.base.oserrors import explain
 from mx_cli.cache.layout import make_dirs, sync_directory, write_private
-from mx_cli.flows.fill import LAST
+from mx_cli.flows.fill_directory import LAST
 from mx_cli.flows.work_directory import WorkDirectories
 
 LONGEST = 80

@@ -30,7 +30,7 @@ from mx_cli.engine.together import side_by_side
 from mx_cli.flows import trust
 from mx_cli.flows.context import Context
 from mx_cli.flows.data_path import Wish, open_path
-from mx_cli.flows.group import Group, Peer, holding_of
+from mx_cli.flows.group import Group, Peer, announced_holding
 from mx_cli.flows.refusals import SHOWN, Refusals, said
 from mx_cli.flows.serving import own_generations
 from mx_cli.model.holding import HOST
@@ -210,7 +210,7 @@ class Peering:
         for members in sorted(by_digest.values(), key=lambda members: -len(members)):
             for peer in members:
                 try:
-                    holding = holding_of(peer)
+                    holding = announced_holding(peer)
                     if holding.rank and kind_of(peer.matched) != "content":
                         # The identity is that of the set of all ranks, of which this one has a part.
                         raise Incompatible(

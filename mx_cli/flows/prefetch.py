@@ -25,7 +25,7 @@ from mx_cli.cache.reserve import check_collisions, probe_rename
 from mx_cli.cache.snapshots import Snapshots
 from mx_cli.flows import deliver
 from mx_cli.flows.context import Context
-from mx_cli.flows.fill import Filling
+from mx_cli.flows.fill_directory import Filling
 from mx_cli.flows.lead import Landing, Leader, Unwatched
 from mx_cli.flows.progress import watching
 from mx_cli.flows.request import Clock, Led, Outcome, Preview, Request, Wanted

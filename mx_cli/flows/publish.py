@@ -20,8 +20,8 @@ from mx_cli.engine.verify import Consumer
 from mx_cli.flows.context import Context
 from mx_cli.flows.inspect import Inspection
 from mx_cli.flows.request import Clock
-from mx_cli.model.digest import FILE_DTYPE, TensorDigest
-from mx_cli.model.manifest import Entry, FileRecord, Manifest
+from mx_cli.model.digest import TensorDigest, table_of
+from mx_cli.model.manifest import Entry, FileRecord
 
 LARGE = 1 << 20
 OVERLAP = 1 << 30
@@ -51,7 +51,7 @@ class Publisher:
         if made:
             self._published(path, synced=record.size >= LARGE)
         self.records[path] = record
-        rows = rows_of(manifest, record.path, path)
+        rows = table_of(manifest, record.path, path)
         if rows is not None:
             self.rows[path] = rows
         self._meter.have(record.size)
@@ -158,11 +158,3 @@ class Publisher:
     def _sync_all(self) -> bool:
         with self._meter.bounded(WAIT_LIMIT):
             return sync_filesystem(self._model.path)
-
-
-def rows_of(manifest: Manifest, path: str, name: str) -> list[TensorDigest] | None:
-    """The tensor table of a manifest's file, for a file called `name` with the same bytes; None where it has none."""
-    rows = [TensorDigest(*row[1:]) for row in manifest.tensors if row[0] == path]
-    if not rows and "content" not in manifest.identity:
-        return None
-    return [row._replace(name=name) if row.dtype == FILE_DTYPE else row for row in rows]

@@ -15,7 +15,7 @@ from mx_cli.engine.route import Attempt, Taken
 from mx_cli.flows import deliver
 from mx_cli.flows.context import Context, is_immutable
 from mx_cli.flows.data_path import Wish
-from mx_cli.flows.fill import Filling
+from mx_cli.flows.fill_directory import Filling
 from mx_cli.flows.hash import is_local
 from mx_cli.flows.hash_anything import hash_anything
 from mx_cli.flows.peer_supply import FromPeers

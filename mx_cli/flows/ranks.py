@@ -171,7 +171,7 @@ def bring(
     """
     copy_along = COPY_ALONG if many_runs else READ_ALONG
     sink = memory.sink(rows, copy_along, put)
-    items = items_of(holding, rows, sink, entries or {})
+    items = _items_for(holding, rows, sink, entries or {})
     extra = sum(_extra(sink, item, many_runs) for item in items)
     memory.meter.total += sum(item.length or 0 for item in items)
     moved = carry(items, sink, members, bell, context, memory, memory.meter)
@@ -183,10 +183,10 @@ def bring(
 
 def items_to_read(holding: Holding, rows: Sequence[Rows], entries: Mapping[str, Entry]) -> list[ReadItem]:
     """The pieces that `bring` would read."""
-    return items_of(holding, rows, RowsSink(rows, READ_ALONG), entries)
+    return _items_for(holding, rows, RowsSink(rows, READ_ALONG), entries)
 
 
-def items_of(holding: Holding, rows: Sequence[Rows], sink: RowsSink, entries: Mapping[str, Entry]) -> list[ReadItem]:
+def _items_for(holding: Holding, rows: Sequence[Rows], sink: RowsSink, entries: Mapping[str, Entry]) -> list[ReadItem]:
     """Pieces that hold the rows, and split no block of digests that they hold whole."""
     groups: dict[tuple[str, int], list[Rows]] = {}
     for one in rows:

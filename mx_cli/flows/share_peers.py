@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from mx_cli.base.errors import Incompatible, MxError
 from mx_cli.engine.many import Bell, Member
 from mx_cli.engine.together import side_by_side
-from mx_cli.flows.group import Group, Peer, holding_of
+from mx_cli.flows.group import Group, Peer, announced_holding
 from mx_cli.flows.peering import LOOK_EVERY, Peering
 from mx_cli.flows.pull_memory import Shape, place_of, table
 from mx_cli.model.holding import Holding
@@ -55,7 +55,7 @@ class SharePeering(Peering):
     def _first_that_answers(self, peers: list[Peer]) -> Group | None:
         for peer in peers:
             try:
-                return Group(holding_of(peer), peers)
+                return Group(announced_holding(peer), peers)
             except MxError as error:
                 self.refusals.reasons[peer.address] = error.what
         return None

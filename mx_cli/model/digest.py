@@ -13,8 +13,8 @@ import xxhash
 
 from mx_cli.base.errors import IntegrityError
 from mx_cli.model import header
+from mx_cli.model.manifest import BLOCK, Manifest
 
-BLOCK = 4 << 20
 FILE_DTYPE = "file"
 
 
@@ -203,6 +203,14 @@ def merge(files: Iterable[tuple[str, str, Iterable[TensorDigest]]]) -> tuple[Ten
             f"tensors that stand in two files ({shown})", hint="keep one set of weights: --include, --exclude"
         )
     return tuple(table[name] for name in sorted(table))
+
+
+def table_of(manifest: Manifest, path: str, name: str) -> list[TensorDigest] | None:
+    """The tensor table of a manifest's file, for a file called `name` with the same bytes; None where it has none."""
+    rows = [TensorDigest(*row[1:]) for row in manifest.tensors if row[0] == path]
+    if not rows and "content" not in manifest.identity:
+        return None
+    return [row._replace(name=name) if row.dtype == FILE_DTYPE else row for row in rows]
 
 
 def _wrong_size(name: str, seen: int, size: int) -> IntegrityError:

@@ -17,6 +17,7 @@ from mx_cli.model import digest, identity
 from mx_cli.model.digest import TensorDigest
 from mx_cli.model.identity import Identity
 from mx_cli.model.layout import layout
+from mx_cli.model.manifest import BLOCK
 from tests.rig import torture
 
 
@@ -39,7 +40,7 @@ def rows(data: bytes, steps: list[int] | None = None, path: str = "model.safeten
 
 
 def blocks(data: bytes) -> tuple[str, ...]:
-    pieces = [data[at : at + digest.BLOCK] for at in range(0, len(data), digest.BLOCK)]
+    pieces = [data[at : at + BLOCK] for at in range(0, len(data), BLOCK)]
     return tuple(xxhash.xxh3_128_hexdigest(piece) for piece in pieces)
 
 
@@ -48,12 +49,12 @@ TENSORS = {
     "big": BIG,
     "empty": b"",
     "small": b"123",
-    "exact": BIG[: digest.BLOCK],
-    "two": BIG[7 : 7 + 2 * digest.BLOCK],
+    "exact": BIG[:BLOCK],
+    "two": BIG[7 : 7 + 2 * BLOCK],
 }
 
 
-@pytest.mark.parametrize("step", [1000, digest.BLOCK, digest.BLOCK + 1, 1 << 20, 65537])
+@pytest.mark.parametrize("step", [1000, BLOCK, BLOCK + 1, 1 << 20, 65537])
 def test_digests_do_not_depend_on_the_pieces(step: int) -> None:
     data = checkpoint_file(TENSORS)
     found = rows(data, [step] * (len(data) // step))
