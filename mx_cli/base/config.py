@@ -38,7 +38,7 @@ def _count(text: str) -> int:
 
 
 def _some(parse: Parse) -> Parse:
-    """`parse`, and nothing is not enough."""
+    """`parse`, which refuses zero."""
 
     @functools.wraps(parse)
     def parse_some(text: str) -> Any:
@@ -58,6 +58,8 @@ def read_path(text: str) -> Path:
     """An absolute path; `~` is a home. Raises UsageError when there is no such home, and for no path."""
     if not text:
         raise UsageError("an empty path")
+    if "\0" in text:
+        raise UsageError(f"not a path: {text!r} (no path holds a zero byte)")
     try:
         return Path(text).expanduser().absolute()
     except RuntimeError as error:
@@ -188,7 +190,7 @@ class Settings:
 
 
 SECRET = frozenset({"hf_token"})
-CONFIG_LIMIT = 1 << 20
+CONFIG_LIMIT = 64 << 10
 FIELDS: dict[str, dataclasses.Field[Any]] = {f.name: f for f in dataclasses.fields(Settings)}
 
 
@@ -234,7 +236,7 @@ def resolve(
     for name, spec in FIELDS.items():
         for origin, raw in _candidates(name, spec, options, env, file, path):
             if raw is not None:
-                values[name] = _parse(spec, raw, origin)
+                values[name] = _parse(spec, raw, f"{path}: {name}" if origin == path else origin)
                 origins[name] = origin
                 break
         else:
@@ -293,9 +295,11 @@ def _read_file(config: Path | None, env: Mapping[str, str]) -> tuple[dict[str, A
         if named:
             raise UsageError(f"no such configuration file: {path}") from None
         return {}, str(path)
-    except (OSError, ValueError) as error:
-        if not named and isinstance(error, OSError):
+    except OSError as error:
+        if not named:
             return {}, str(path)
+        raise UsageError(f"cannot read the configuration file {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"cannot read the configuration file {path}: {error}") from None
     unknown = sorted(set(data) - set(FIELDS))
     if unknown:
@@ -305,7 +309,16 @@ def _read_file(config: Path | None, env: Mapping[str, str]) -> tuple[dict[str, A
         raise UsageError(
             f"{path}: secrets do not belong into this file: {', '.join(secret)}", hint="use --hf-token-file"
         )
-    return data, str(path)
+    return {name: _written(value, f"{path}: {name}", FIELDS[name].default) for name, value in data.items()}, str(path)
+
+
+def _written(value: Any, where: str, default: Any) -> str:
+    """A value of the file as the text that a variable would hold. Raises UsageError for what is none: a list, a date."""
+    if isinstance(value, bool) and isinstance(default, bool):
+        return "true" if value else ""
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise UsageError(f"{where}: not a text or a number: {value!r}")
+    return str(value)
 
 
 def _read_regular(path: Path) -> str:

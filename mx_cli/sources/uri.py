@@ -141,7 +141,10 @@ def _file_uri(text: str, rest: str) -> Uri:
     host, slash, path = rest.partition("/")
     if host not in ("", "localhost") or not slash:
         raise UsageError(f"{text}: a file URI names a path on this machine", hint="write file:///absolute/path")
-    return _path(os.fsdecode(unquote_to_bytes("/" + path)), text)
+    path = os.fsdecode(unquote_to_bytes("/" + path))
+    if "\0" in path:
+        raise UsageError(f"{text}: no path holds a zero byte")
+    return _path(path, text)
 
 
 def _hub(rest: str, shown: str) -> Uri:

@@ -110,7 +110,7 @@ def test_a_variable_beats_the_file_and_the_file_the_default(mx: Mx, tmp_path: Pa
 
 def test_what_is_no_configuration_file_is_refused_at_once(mx: Mx, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "large").write_text("# " + "x" * (1 << 20))
+    (tmp_path / "large").write_text("# " + "x" * (64 << 10))
     for path in ("/dev/zero", tmp_path / "pipe", tmp_path, tmp_path / "large"):
         assert str(path) in mx("config", "--config", path, timeout=20).exits(2).err
     (tmp_path / "file").write_text("")
@@ -119,7 +119,20 @@ def test_what_is_no_configuration_file_is_refused_at_once(mx: Mx, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [("wat = 1", "wat"), ("ttl = [", "config.toml"), ('hf_token = "x"', "secrets")]
+    ("text", "says"),
+    [
+        ("wat = 1", "wat"),
+        ("ttl = [", "config.toml"),
+        ("ttl = " + "[" * 50_000, "config.toml"),
+        ("ttl = 1\nttl = 2\n", "line 2"),
+        ('hf_token = "x"', "secrets"),
+        ('ttl = 1\nanon = "maybe"', "config.toml: anon: "),
+        ("ttl = nan", "config.toml: ttl: "),
+        ("cache_dir = true", "config.toml: cache_dir: "),
+        ('cache_dir = ["/cache"]', "config.toml: cache_dir: "),
+        ("ttl = 2026-01-01", "config.toml: ttl: "),
+        (r'termination_log = "a\u0000b"', "config.toml: termination_log: "),
+    ],
 )
 def test_a_wrong_file_is_a_usage_error(mx: Mx, tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / "config.toml").write_text(text)
@@ -127,6 +140,15 @@ def test_a_wrong_file_is_a_usage_error(mx: Mx, tmp_path: Path, text: str, says: 
     assert says in result.err
     assert "no such" in mx("config", "--config", tmp_path / "absent.toml").exits(2).err
     assert "not a path" in mx("config", "--cache-dir", "~nobody-of-that-name/x").exits(2).err
+
+
+@pytest.mark.parametrize(("text", "value"), [("true", True), ("false", False), ("1", True), ('"off"', False)])
+def test_a_yes_or_no_of_the_file(mx: Mx, tmp_path: Path, text: str, value: bool) -> None:
+    (tmp_path / "config.toml").write_text(f"strict = {text}\nci = {str(value).lower()}")
+    rows = mx("config", "--config", tmp_path / "config.toml", "--json").ok().json()["settings"]
+    assert {row["name"]: row["value"] for row in rows if row["name"] in ("strict", "ci")} == dict.fromkeys(
+        ("strict", "ci"), value
+    )
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,7 @@ def test_neither_path_nor_repository_tells_both_readings(text: str) -> None:
         "hf://datasets/org/name",
         "s3+ftp://h/b",
         "s3://b/\n",
+        "file:///a%00b",
     ],
 )
 def test_usage_errors(text: str) -> None:
