@@ -116,13 +116,17 @@ def scatter(dest: Memory, offset: int, view: memoryview) -> None:
     """Copy bytes `offset`.. of an item to the parts that want them."""
     end = offset + len(view)
     first = max(0, bisect.bisect_right(dest.parts, offset, key=lambda part: part[0]) - 1)
-    for start, length, address in dest.parts[first:]:
-        if start >= end:
-            return
+    parts = dest.parts[first : bisect.bisect_left(dest.parts, end, key=lambda part: part[0])]
+    if not parts:
+        return
+    base = min(address for _, _, address in parts)
+    # A view of each part would cost more than the copy of a small one.
+    whole = None if dest.put else at_address(base, max(address + length for _, length, address in parts) - base)
+    for start, length, address in parts:
         low, high = max(start, offset), min(start + length, end)
         if low < high:
             piece, target = view[low - offset : high - offset], address + low - start
             if dest.put:
                 dest.put(target, piece)
-            else:
-                at_address(target, high - low)[:] = piece
+            elif whole is not None:
+                whole[target - base : target - base + high - low] = piece

@@ -16,7 +16,8 @@ from mx_cli.base.errors import IntegrityError, OriginChanged
 from mx_cli.base.oserrors import explain
 from mx_cli.engine.run import cores
 from mx_cli.flows.catalog import Catalog
-from mx_cli.model.holding import Check, Holding, Tensor
+from mx_cli.model.checks import Check
+from mx_cli.model.holding import Holding, Tensor
 
 WHOLE = 0.99
 """The part of a file that is in the page cache when it counts as being there."""

@@ -209,7 +209,7 @@ def pieces_to_read(holding: Holding, targets: Sequence[Extent], entries: Mapping
         assert record is not None, "targets are of the manifest's files"
         entry = entries.get(file) or holding.entry(record)
         piece = host_piece if device == HOST else ITEM
-        found += [ReadItem(entry, start, end - start) for start, end in aligned(spans, holding.blocks(file), piece)]
+        found += [ReadItem(entry, start, end - start) for start, end in aligned(spans, holding.seams(file), piece)]
     return found
 
 

@@ -21,6 +21,7 @@ from mx_cli.base.version import VERSION
 from mx_cli.discovery.beating import Beating
 from mx_cli.flows import trust
 from mx_cli.flows.context import Context
+from mx_cli.flows.packs import with_packs
 from mx_cli.model.holding import Holding
 from mx_cli.model.record import LOADING, SERVING, Record
 from mx_cli.transport.control import Control, is_data
@@ -125,7 +126,7 @@ class Serving:
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:
-        """Readers go elsewhere for what is not there; who runs this peer would not hear of it."""
+        """Warn once of each thing that readers could not have: they go elsewhere, and the operator would not hear of it."""
         try:
             yield
         except NotFound as error:
@@ -138,6 +139,7 @@ class Serving:
 
     def offer(self, holding: Holding, held: Held, *, publish: bool = True) -> None:
         """From now on readers are let in, and discovery knows unless it is not to. Blocks for a moment."""
+        holding = with_packs(holding, held)
         self.control.prepare(holding)
         self._held = held
         self.holding = holding
@@ -162,6 +164,7 @@ class Serving:
 
     def renew(self, holding: Holding, held: Held | None = None) -> None:
         """The weights have changed: another version from now on."""
+        holding = with_packs(holding, held or self._held)
         self.control.prepare(holding)
         self._held = held or self._held
         self.holding = holding
@@ -206,7 +209,7 @@ class Serving:
         self._context.warn(f"a bug in mx, in the answer to a reader: {type(bug).__name__}: {bug}")
 
     def _break(self, bug: BaseException) -> None:
-        """A peer that is only half alive is none: it ends, and so does a command that waits for its stop."""
+        """After a bug in one of its threads the whole peer ends, and so does the command that waits for its stop."""
         error = MxError(f"a bug in mx, this peer ends: {type(bug).__name__}: {bug}")
         self._context.warn(error.what)
         self._context.stop.request(error)
@@ -270,7 +273,7 @@ class Serving:
         return join_address(best.address, port)
 
     def _doubt(self, host: str) -> None:
-        """Of an address that was asked for, and that others cannot use: UsageError, or a warning."""
+        """Raises UsageError, or warns, for a --listen address that other hosts cannot use."""
         listen, address = self._offer.listen, ipaddress.ip_address(host.partition("%")[0])
         if address.version == 6 and address.is_link_local:
             raise UsageError(

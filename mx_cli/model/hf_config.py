@@ -117,6 +117,9 @@ def _rope(config: dict[str, Any], name: str, path: list[str | int]) -> None:
     for key in ("rope_scaling", "rope_parameters"):
         if not isinstance(config.get(key, {}), dict):
             return
+    old, new = config.get("rope_scaling", {}), config.get("rope_parameters", {})
+    if old and new and _is_per_layer(old) != _is_per_layer(new):
+        raise _disagreement(name, [*path, "rope_scaling"], old, [*path, "rope_parameters"], new)
     merged: dict[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):
         said = config.get(key, {})

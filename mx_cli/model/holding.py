@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from mx_cli.base import canonical
 from mx_cli.base.errors import IntegrityError
+from mx_cli.model.checks import Check, Checks, Pack, packed
 from mx_cli.model.header import BITS
 from mx_cli.model.identity import Identity
 from mx_cli.model.manifest import BLOCK, Entry, FileRecord, Listing, Manifest
@@ -46,6 +47,7 @@ class Extent(NamedTuple):
         return self.offset + self.length
 
 
+NONE = Checks(())
 _OFFSET = operator.itemgetter(1)
 
 
@@ -88,20 +90,6 @@ class Alias(NamedTuple):
         return size_of(self.dtype, self.shape)
 
 
-class Check(NamedTuple):
-    """`length` bytes at `offset` of a file have the digest `expected`; they are the tensor's `block`-th."""
-
-    offset: int
-    length: int
-    expected: str
-    tensor: str
-    block: int
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.length
-
-
 @dataclass(frozen=True)
 class Holding:
     """A manifest, the full records of its identities, and what only a peer knows.
@@ -111,7 +99,7 @@ class Holding:
     that nobody needs a grant to find out. `version` counts changes of the weights within one generation.
 
     `rank` (r/n) is of a peer that holds one rank's part of the tensors; `shares` says which part of which whole tensor,
-    for those that it does not have whole.
+    for those that it does not have whole. `packs`, by file, save its readers work.
     """
 
     manifest: Manifest
@@ -123,6 +111,7 @@ class Holding:
     version: int = 0
     rank: str = ""
     shares: Mapping[str, Share] = field(default_factory=dict)
+    packs: Mapping[str, tuple[Pack, ...]] = field(default_factory=dict)
 
     @cached_property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -153,7 +142,7 @@ class Holding:
         return canonical.sha256([files, rows, ties, *parts])
 
     @cached_property
-    def _checks(self) -> Mapping[str, tuple[Check, ...]]:
+    def _checks(self) -> Mapping[str, Checks]:
         found: dict[str, list[tuple[int, int, str, str, int]]] = {}
         for name, file, _, _, start, blocks, size in self.tensors:
             rows = found.setdefault(file, [])
@@ -163,28 +152,35 @@ class Holding:
             for index, expected in enumerate(blocks):
                 at = index * BLOCK
                 rows.append((start + at, min(BLOCK, size - at), expected, name, index))
-        return {file: tuple(map(Check._make, rows)) for file, rows in found.items()}
+        return {file: Checks(map(Check._make, rows)) for file, rows in found.items()}
 
     @cached_property
-    def _offsets(self) -> Mapping[str, list[int]]:
-        return {file: [check.offset for check in checks] for file, checks in self._checks.items()}
+    def _packed(self) -> Mapping[str, Checks]:
+        return {file: packed(checks.rows, self.packs.get(file, ())) for file, checks in self._checks.items()}
 
     def checks(self, file: str) -> Sequence[Check]:
         """The blocks of a file whose digests are known, in the order of their bytes."""
-        return self._checks.get(file, ())
+        return self._checks.get(file, NONE).rows
 
     def blocks(self, file: str) -> Sequence[tuple[int, int]]:
         """The spans of `checks`."""
-        return [(offset, offset + length) for offset, length, *_ in self.checks(file)]
+        return self._checks.get(file, NONE).spans()
 
     def checks_within(self, file: str, start: int, end: int) -> Sequence[Check]:
         """The blocks that lie whole in [start, end) of a file."""
-        checks, offsets = self.checks(file), self._offsets.get(file, [])
-        first = bisect.bisect_left(offsets, start)
-        last = bisect.bisect_left(offsets, end, first)
-        while last > first and checks[last - 1].end > end:
-            last -= 1
-        return checks[first:last]
+        return self._checks.get(file, NONE).within(start, end)
+
+    def seams(self, file: str) -> Sequence[tuple[int, int]]:
+        """Like `blocks`, a pack of small tensors in one: pieces that split none of these are verified with least work."""
+        return self._packed.get(file, NONE).spans()
+
+    def packed_within(self, file: str, start: int, end: int) -> Sequence[Check]:
+        """Like `checks_within`, whole packs as one check without a tensor's name."""
+        whole = self._packed.get(file, NONE).within(start, end)
+        if not whole:
+            return self.checks_within(file, start, end)
+        before, after = (start, whole[0].offset), (whole[-1].end, end)
+        return (*self.checks_within(file, *before), *whole, *self.checks_within(file, *after))
 
     def entry(self, record: FileRecord) -> Entry:
         """A file of the manifest as an origin would list it, with the digests that the peer vouches for."""
@@ -209,6 +205,7 @@ class Holding:
             "version": self.version,
             "rank": self.rank,
             "shares": {name: share.to_json() for name, share in self.shares.items()},
+            "packs": {file: [list(pack) for pack in packs] for file, packs in self.packs.items()},
         }
 
     @classmethod
@@ -225,8 +222,10 @@ class Holding:
                 int(data["version"]),
                 str(data.get("rank", "")),
                 {str(name): Share.from_json(row) for name, row in data.get("shares", {}).items()},
+                {str(file): tuple(_pack(*row) for row in rows) for file, rows in data.get("packs", {}).items()},
             )
             _check_places(holding, where)
+            _check_packs(holding, where)
             _check_shares(holding, where)
             return holding
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -317,6 +316,23 @@ def start_key(file: str, name: str) -> str:
 
 def _alias(of: Any, offset: Any, dtype: Any, shape: Any) -> Alias:
     return Alias(str(of), int(offset), str(dtype), tuple(map(int, shape)))
+
+
+def _pack(offset: Any, length: Any, expected: Any) -> Pack:
+    return Pack(int(offset), int(length), str(expected))
+
+
+def _check_packs(holding: Holding, where: str) -> None:
+    for file, packs in holding.packs.items():
+        begins = {check.offset for check in holding.checks(file)}
+        ends = {check.end for check in holding.checks(file)}
+        at = 0
+        for pack in packs:
+            if pack.offset < at or pack.offset not in begins or pack.length <= 0 or pack.end not in ends:
+                raise IntegrityError(
+                    f"{where}: no tensors of {file} lie together in {pack.length} bytes at {pack.offset}"
+                )
+            at = pack.end
 
 
 def _check_places(holding: Holding, where: str) -> None:

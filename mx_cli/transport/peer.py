@@ -138,7 +138,7 @@ class PeerSource(Threads):
                 return (Block(item.offset, item.length, b""),)
             memory = dest
             dest = Through(lambda offset, view: scatter(memory, offset, view))
-        checks = self._holding.checks_within(item.entry.path, item.offset, item.offset + item.length)
+        checks = self._holding.packed_within(item.entry.path, item.offset, item.offset + item.length)
         spans = aligned(
             [(item.offset, item.offset + item.length)], [(check.offset, check.end) for check in checks], ITEM
         )

@@ -12,7 +12,8 @@ import xxhash
 from mx_cli.base.errors import IntegrityError
 from mx_cli.engine.buffers import at_address
 from mx_cli.engine.ports import Memory, ReadItem
-from mx_cli.model.holding import Check, Holding
+from mx_cli.model.checks import Check
+from mx_cli.model.holding import Holding
 
 LEAST_PIECE = 1 << 20
 """Bytes of a block that is not whole yet from which its digest goes on: small blocks are waited for."""
@@ -26,9 +27,12 @@ class Verification:
 
     def __init__(self, name: str, holding: Holding, item: ReadItem, memory: Memory) -> None:
         assert item.end is not None
-        self._name = name
+        self._name, self._holding, self._path = name, holding, item.entry.path
+        # Tensors lie side by side as in the file only where all of it is one run.
+        in_one = len(memory.parts) == 1 and memory.parts[0][:2] == (0, item.length)
+        known = holding.packed_within if in_one else holding.checks_within
         self._checks, self._whole, self._begins, self._ends, self._stops = _covered(
-            holding.checks_within(item.entry.path, item.offset, item.end), item, memory
+            known(item.entry.path, item.offset, item.end), item, memory
         )
         self._next = 0
         self._digest = xxhash.xxh3_128()
@@ -65,11 +69,24 @@ class Verification:
     def _compare(self, index: int, found: str) -> None:
         check = self._checks[index]
         if found != check.expected:
-            where = f"tensor {check.tensor}, block {check.block}"
-            raise IntegrityError(
-                f"wrong bytes from {self._name} ({where}: expected {check.expected}, observed {found})",
-                hint="they changed after they were hashed: a peer has to serve them anew, mx cache verify looks through a cache",
-            )
+            if check.tensor:
+                raise wrong(self._name, check, found)
+            self._look_through(check, self._begins[index] - check.offset)
+
+    def _look_through(self, pack: Check, shift: int) -> None:
+        """Which tensor of a pack is wrong: that is what counts. `shift` leads from the file to the view."""
+        for check in self._holding.checks_within(self._path, pack.offset, pack.end):
+            found = xxhash.xxh3_128_hexdigest(self._whole[check.offset + shift : check.end + shift])
+            if found != check.expected:
+                raise wrong(self._name, check, found)
+
+
+def wrong(name: str, check: Check, found: str) -> IntegrityError:
+    """What peer `name` gave has the digest `found`."""
+    return IntegrityError(
+        f"wrong bytes from {name} (tensor {check.tensor}, block {check.block}: expected {check.expected}, observed {found})",
+        hint="they changed after they were hashed: a peer has to serve them anew, mx cache verify looks through a cache",
+    )
 
 
 Covered = tuple[Sequence[Check], memoryview, Sequence[int], Sequence[int], Sequence[int]]
@@ -90,7 +107,7 @@ def _covered(checks: Sequence[Check], item: ReadItem, memory: Memory) -> Covered
             begins = [address - base for address in addresses]
             ends = list(map(operator.add, begins, lengths))
             return checks, whole, begins, ends, list(itertools.accumulate(lengths))
-    if len(memory.parts) == 1 and (memory.parts[0][0], memory.parts[0][1]) == (0, item.length):
+    if len(memory.parts) == 1 and memory.parts[0][:2] == (0, item.length):
         begins = [check[0] - item.offset for check in checks]
         ends = [begin + check[1] for begin, check in zip(begins, checks, strict=True)]
         return checks, whole, begins, ends, ends

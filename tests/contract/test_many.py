@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -23,14 +24,16 @@ from mx_cli.base.errors import (
 from mx_cli.engine import many
 from mx_cli.engine.many import Bell, Many, Member
 from mx_cli.engine.meter import Meter
-from mx_cli.engine.ports import Host, ReadItem, Through
+from mx_cli.engine.ports import Host, Memory, ReadItem, Through
 from mx_cli.engine.retry import Gate
 from mx_cli.engine.run import Limits, Transfer
 from mx_cli.engine.threads import Lifted
 from mx_cli.model.holding import Holding, start_key
 from mx_cli.model.manifest import BLOCK, FileRecord, Manifest
 from mx_cli.transport import peer
-from mx_cli.transport.peer import PeerSource
+from mx_cli.transport.nixl import rows
+from mx_cli.transport.paths import in_steps
+from mx_cli.transport.peer import ITEM, PeerSource
 from tests.rig.memory import MemoryPath, MemoryReader, MemorySink
 from tests.support import noise
 
@@ -520,3 +523,72 @@ def test_what_does_not_end_is_told_each_time_and_the_others_are_closed(monkeypat
 def test_no_source_at_all() -> None:
     with pytest.raises(ValueError, match="no source"):
         Many([], Bell(), lambda member, error: None)
+
+
+# --- small parts -----------------------------------------------------------------------------------------------------
+
+
+def crumbs_of(memory: bytearray, count: int, each: int) -> Memory:
+    """Parts of `each` bytes, one after the other in the item, with a gap between any two in memory."""
+    base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    return Memory(tuple((at * each, each, base + at * (each + 1)) for at in range(count)))
+
+
+@pytest.mark.parametrize("least", [0, 11, 10])
+def test_small_parts_come_together_and_are_verified_before_they_are_placed(least: int) -> None:
+    data = noise("crumbs", 10_000)
+    holding, bell, path = holding_of({"f": data}), Bell(), MemoryPath({"f": data}, least_part=least)
+    source = PeerSource("a", holding, path, bell.ring, lambda: None)
+    memory = bytearray(11_000)
+    item = ReadItem(holding.entry(holding.manifest.files[0]), 0, len(data))
+    source.start(item, crumbs_of(memory, 1000, 10))
+    (done,) = source.poll(60)
+    assert done.error is None
+    assert [block.length for block in done.blocks] == [len(data)]
+    assert b"".join(memory[at : at + 10] for at in range(0, 11_000, 11)) == data
+    path.spoil = {2}
+    memory[:] = bytes(11_000)
+    source.start(item, crumbs_of(memory, 1000, 10))
+    (done,) = source.poll(60)
+    # The one tensor lies in many parts: only together they can be verified.
+    assert isinstance(done.error, IntegrityError) == (least == 11)
+    assert any(memory) == (least != 11)
+    source.close()
+
+
+def test_small_parts_of_a_long_item_split_no_block() -> None:
+    """A buffer's worth at a time, cut where the digests are."""
+    data = noise("long", 3 * ITEM)
+    holding, bell = holding_of({"f": data}), Bell()
+    path = MemoryPath({"f": data}, least_part=1 << 20)
+    source = PeerSource("a", holding, path, bell.ring, lambda: None)
+    each = 1 << 19
+    memory = bytearray(3 * ITEM // each * (each + 1))
+    item = ReadItem(holding.entry(holding.manifest.files[0]), 0, len(data))
+    source.start(item, crumbs_of(memory, len(data) // each, each))
+    (done,) = source.poll(60)
+    assert done.error is None
+    assert all(one.length == ITEM and one.offset % BLOCK == 0 for one in path.asked)
+    assert b"".join(memory[at : at + each] for at in range(0, len(memory), each + 1)) == data
+    source.close()
+
+
+def test_pieces_of_host_memory_are_neither_small_nor_many() -> None:
+    assert [peer.piece_size(size >> 20 << 20) >> 20 for size in (0, 1 << 28, 1 << 29, 1 << 30, 1 << 40)] == [
+        8,
+        8,
+        16,
+        32,
+        32,
+    ]
+
+
+def test_rows_are_cut_and_grouped_in_steps() -> None:
+    local = rows([1000, 5000, 9000, 20_000], [10, 25, 3, 4])
+    remote = rows([100, 200, 300, 400], [10, 25, 3, 4])
+    own, theirs, steps = in_steps(local, remote, 10)
+    assert own[:, :2].tolist() == [[1000, 10], [5000, 10], [5010, 10], [5020, 5], [9000, 3], [20_000, 4]]
+    assert theirs[:, :2].tolist() == [[100, 10], [200, 10], [210, 10], [220, 5], [300, 3], [400, 4]]
+    assert steps == [(0, 1, 10), (1, 2, 10), (2, 3, 10), (3, 6, 12)]
+    assert in_steps(local, remote, 1000)[2] == [(0, 4, 42)]
+    assert in_steps(local[:1], remote[:1], 10)[2] == [(0, 1, 10)]

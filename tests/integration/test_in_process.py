@@ -576,7 +576,7 @@ def test_memory_that_changes_under_a_reader_never_comes_out_mixed(changing: Tens
             try:
                 reader.into(target, routes=["peer"])
                 results.append(sorted(set(target["w"].unique().tolist())))
-            except (IntegrityError, TransportFailed, NoPeer, Incompatible) as error:
+            except (IntegrityError, TransportFailed, MissingCapability, NoPeer, Incompatible) as error:
                 results.append(error)
 
     thread = threading.Thread(target=read)

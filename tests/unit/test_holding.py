@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mx_cli.base.errors import IntegrityError
 from mx_cli.model import identity
-from mx_cli.model.holding import Alias, Check, Extent, Extents, Holding, joined, size_of, start_key
+from mx_cli.model.checks import SMALL, Check, Pack, plan_packs
+from mx_cli.model.holding import Alias, Extent, Extents, Holding, joined, size_of, start_key
 from mx_cli.model.manifest import BLOCK, FileRecord, Manifest
 
 FILE, OTHER = "model.safetensors", "part/two.safetensors"
@@ -218,3 +221,54 @@ def test_two_places_for_one_byte() -> None:
     assert Extents([Extent("f", 0, 8, 100), Extent("f", 8, 1, 300)]).largest.address == 100
     with pytest.raises(IntegrityError):
         Extents([]).largest  # noqa: B018
+
+
+def test_neighbours_that_are_small_share_a_pack() -> None:
+    tensors = [(0, 10), (10, 20), (30, SMALL), (30 + SMALL, SMALL + 1), (31 + 2 * SMALL, 5), (40 + 2 * SMALL, 5)]
+    assert list(plan_packs(tensors, BLOCK)) == [(0, 30 + SMALL)]
+    assert list(plan_packs([(at * 10, 10) for at in range(7)], 30)) == [(0, 30), (30, 60)]
+    assert list(plan_packs([(0, 10), (10, 0), (10, 10)], 30)) == [(0, 20)]
+    assert list(plan_packs([], 30)) == []
+
+
+def packed_holding() -> Holding:
+    """Tensors of 10 bytes each from byte 8 on, the first six of them in packs of three; and a seventh."""
+    names = "abcdefg"
+    data = bytes(range(70))
+    rows = [(FILE, n, "U8", (10,), (xxhash.xxh3_128_hexdigest(data[i * 10 :][:10]),)) for i, n in enumerate(names)]
+    starts = {start_key(FILE, name): 8 + 10 * index for index, name in enumerate(names)}
+    packs = (
+        Pack(8, 30, xxhash.xxh3_128_hexdigest(data[:30])),
+        Pack(38, 30, xxhash.xxh3_128_hexdigest(data[30:60])),
+    )
+    manifest = dataclasses.replace(holding().manifest, tensors=tuple(rows))
+    return holding(manifest=manifest, starts=starts, aliases={}, kinds={}, packs={FILE: packs})
+
+
+def test_a_pack_is_one_check_where_it_is_wanted_whole() -> None:
+    one = packed_holding()
+    assert one.seams(FILE) == [(8, 38), (38, 68), (68, 78)]
+    assert [check.tensor for check in one.packed_within(FILE, 0, 100)] == ["", "", "g"]
+    assert [check.tensor for check in one.packed_within(FILE, 18, 68)] == ["b", "c", ""]
+    assert [check.tensor for check in one.packed_within(FILE, 8, 58)] == ["", "d", "e"]
+    assert [check.tensor for check in one.packed_within(FILE, 20, 60)] == ["c", "d", "e"]
+    assert [check.tensor for check in one.packed_within(FILE, 28, 38)] == ["c"]
+    assert one.packed_within("nobody", 0, 100) == ()
+    again = Holding.from_json(json.loads(json.dumps(one.to_json())), "test")
+    assert again == one
+    assert again.digest == dataclasses.replace(one, packs={}).digest
+
+
+@pytest.mark.parametrize("pack", [(9, 29), (8, 31), (8, 0), (8, -10), (200, 10)])
+def test_a_pack_that_cuts_tensors_is_refused(pack: tuple[int, int]) -> None:
+    text = packed_holding().to_json()
+    text["packs"] = {FILE: [[*pack, "00" * 16]]}
+    with pytest.raises(IntegrityError, match="no tensors of"):
+        Holding.from_json(json.loads(json.dumps(text)), "test")
+
+
+def test_packs_that_overlap_are_refused() -> None:
+    text = packed_holding().to_json()
+    text["packs"] = {FILE: [[8, 30, "00" * 16], [28, 20, "00" * 16]]}
+    with pytest.raises(IntegrityError, match="no tensors of"):
+        Holding.from_json(json.loads(json.dumps(text)), "test")
