@@ -43,7 +43,7 @@ def peer_address(text: str) -> tuple[str, int]:
 
 
 def join_address(host: str, port: int) -> str:
-    """The other way round."""
+    """HOST:PORT of a host and a port: the reverse of `split_address`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

@@ -1,4 +1,4 @@
-"""Stopping: asked for once it is orderly, and everything that waits hears of it at once."""
+"""Stopping in an orderly way: everything that waits hears of the request at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mx_cli.base.errors import MxError, TimedOut
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that ask for a stop. The last one says that the terminal is gone; under nohup it is ignored."""
 SLICE = 0.5
-"""Seconds: a signal that comes between the look and the sleep wakes nobody."""
+"""Seconds of one sleep: a signal that comes between the check and the sleep does not wake it."""
 
 
 class Stop:

@@ -33,7 +33,7 @@ class Capability:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Capability:
-        """The other way round."""
+        """The reverse of `to_json`."""
         return cls(**row)
 
     def failing(self, value: str, fix: str) -> Capability:

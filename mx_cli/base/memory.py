@@ -22,7 +22,7 @@ def available() -> int:
 def require(size: int, what: str) -> None:
     """Raises NoSpace for more bytes than could be had if the kernel dropped all file pages and swapped out the rest.
 
-    Taking them all the same would end this process, or another one, without a word. Small sizes are not looked at.
+    Taking them all the same would make the kernel kill this process, or another one. Small sizes are not checked.
     """
     if size < NOTABLE:
         return
@@ -46,7 +46,7 @@ def total() -> int:
 
 
 def read_only() -> list[tuple[int, int]]:
-    """(start, end) of this process's memory that a write would be the end of: sorted addresses."""
+    """(start, end) of the memory of this process that a write to would end it, by address."""
     found = []
     for line in _MAPS.read_text(errors="replace").splitlines():
         place, permissions = line.split(maxsplit=2)[:2]

@@ -83,7 +83,7 @@ def doctor(
 
 
 def _tell(session: Session, report: Report) -> None:
-    """The table is the answer, also of a doctor who found something."""
+    """Answer with the table, also when a row fails; then raises MissingCapability."""
     from mx_cli.base.capability import FAIL
     from mx_cli.base.events import Notice
     from mx_cli.flows.doctor import summary

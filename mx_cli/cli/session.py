@@ -84,7 +84,7 @@ class Session:
         finish(code)
 
     def _reason(self, error: MxError) -> MxError:
-        """What a command that was told to stop breaks off fails, each thing in its own way: the reason is why it ends."""
+        """The stop's reason, where there is one: the error of what a stop broke off does not say why the command ends."""
         stop = getattr(self, "stop", None)
         return (stop.reason if stop else None) or error
 
@@ -299,7 +299,7 @@ def refuse(error: MxError, arguments: Sequence[str]) -> int:
 
 
 def open_streams() -> None:
-    """Where the caller closed one of the three, /dev/null: no file of the cache may get its number."""
+    """/dev/null for each standard stream that the caller closed: no file of the cache may get its number."""
     for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(fd)

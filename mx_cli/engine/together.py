@@ -1,4 +1,4 @@
-"""Things that block, several at a time: for who waits, a stop and Ctrl-C come at once."""
+"""Blocking calls, several at a time: a stop or Ctrl-C reaches whoever waits for them at once."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Weights:
 def weights_of(options: Options, model: str, revision: str | None, context: Context) -> Weights:
     """`model` and `revision` as the engine got them: a directory, or a name on the hub.
 
-    A directory that is a snapshot of the cache says itself of what. Asks the origin where the revision is a moving name.
+    For a snapshot of the cache its manifest tells. Asks the origin where the revision is a moving name.
     Raises what asking raises, UsageError for what has no immutable revision.
     """
     if not options.uri:

@@ -7,9 +7,9 @@ from mx_cli.flows.context import Context
 
 MEMORY = 256 << 20
 BESIDE = 32 << 20
-"""Bytes of it that are no buffers of weights: the plan, headers, digests under way."""
+"""Bytes of the limit that are kept for all but buffers: the plan, headers, running digests."""
 CONNECTION = 2 << 20
-"""Bytes of a connection to an origin: its buffer, and what TLS and HTTP hold of it."""
+"""Bytes that one connection to an origin takes: its buffer, and what TLS and HTTP keep."""
 
 
 def memory_limit(context: Context) -> int:
@@ -18,10 +18,10 @@ def memory_limit(context: Context) -> int:
 
 
 def width(context: Context, most: int, each: int) -> int:
-    """How many reads may be in flight that hold `each` bytes: `most`, and what the memory has room for. One always is."""
+    """Reads of `each` bytes that may be in flight: as many as the memory limit allows, at least 1 and at most `most`."""
     return max(1, min(most, (memory_limit(context) - BESIDE) // each))
 
 
 def connections(context: Context) -> int:
-    """Connections to an origin at once: the setting, and what the memory has room for."""
+    """Connections to an origin at once: the setting, or fewer where the memory limit allows fewer."""
     return width(context, context.settings.max_connections, CONNECTION)

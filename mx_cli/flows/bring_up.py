@@ -1,4 +1,4 @@
-"""The way between two hosts, measured before weights depend on it: one side listens, the other one asks and measures."""
+"""Measures the connection between two hosts before weights depend on it: one side listens, the other one dials it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ DRAIN = 5.0
 
 
 class Listening(Serving):
-    """The side that waits: a peer of bytes that are nobody's weights, in no directory, which also dials its readers back."""
+    """The listening side: a peer that serves test bytes, is listed in no directory, and dials its readers back."""
 
     def __init__(self, context: Context, offer: Offer) -> None:
         super().__init__(context, offer)
@@ -59,7 +59,7 @@ class Listening(Serving):
         return {**super().facts(), **_own_versions(), "mtu": _mtu_of(host), "doctor": True}
 
     def access(self, reader: Mapping[str, Any]) -> dict[str, Any]:
-        """With it the way back is tried, where the reader says that it listens. Blocks for some seconds then."""
+        """Also dials the reader back where it says that it listens, which may block for some seconds."""
         address = str(reader.get("address", ""))
         host, version = (ascii(str(reader.get(name, "?"))[:64])[1:-1] for name in ("host", "mx"))
         self._context.notice(f"asked by {host}, which runs mx {version}")
@@ -80,7 +80,7 @@ def wait_for_readers(
 
 
 def measure(context: Context, address: str, listen: str | None, advertise: str | None) -> Report:
-    """What there is between this host and the one at `address`. With `listen` the other side dials back.
+    """Rows about the connection to the host at `address`. With `listen` the other side dials back.
 
     Blocks for some seconds: every step has its limit. Raises UsageError for an address or a secret that cannot be.
     """
@@ -127,7 +127,7 @@ def _own_versions() -> dict[str, Any]:
 
 
 def _dialled(context: Context, address: str) -> dict[str, Any]:
-    """How dialling a reader back went: it proves that it knows the secret as well."""
+    """The result of dialling a reader back, which has to prove that it knows the secret too."""
     started = time.monotonic()
     try:
         session = dial(address, trust.offered(context, address), PATIENCE, PATIENCE)
@@ -257,7 +257,7 @@ def _mtu(address: str, facts: Mapping[str, Any]) -> Capability:
 def _reads(
     context: Context, session: Session, grant: Grant, facts: Mapping[str, Any], holding: Holding
 ) -> list[Capability]:
-    """Both paths, each measured where it can be had, and in words which one weights would take."""
+    """A row for each path, measured where it works, and a verdict that names the path that weights would take."""
     nixl, why = _read(context, session, grant, facts, holding, "nixl-read")
     plain, fault = _read(context, session, grant, facts, holding, "socket")
     if plain is None:

@@ -43,7 +43,7 @@ CONFIG_LIMIT = 16 << 20
 class Catalog:
     """A checkpoint's tensors and their places. `directory`: where its files lie on this machine, None for a store.
 
-    `entries`: the files as their origin lists them, by path, to read from. `beside`: those that are wanted and no weights.
+    `entries`: the files as their origin lists them, by path, to read from. `beside`: the wanted files that hold no weights.
     """
 
     holding: Holding
@@ -55,7 +55,7 @@ class Catalog:
 def catalog(model: str, revision: str | None, context: Context) -> tuple[Catalog, OpenOrigin]:
     """The catalog of a directory, a file or a URI, and its origin, for the caller to close. Blocks.
 
-    A snapshot of the cache brings the digests of its tensors; elsewhere nobody knows them. Raises what listing raises,
+    For a snapshot of the cache the digests of its tensors are known, for others they are not. Raises what listing raises,
     IntegrityError for headers and indexes that do not agree, UsageError for weights that are not safetensors.
     """
     origin = context.origin(model)
@@ -103,7 +103,7 @@ def _header(entry: Entry, origin: OpenOrigin, context: Context) -> Header:
 
 
 def _bytes(entry: Entry, offset: int, length: int, origin: OpenOrigin, context: Context) -> bytes:
-    """A small piece of a file, by the engine's policy of retries."""
+    """A small piece of a file, retried by the engine's policy."""
 
     def once() -> bytes:
         stream = origin.open(ReadItem(entry, offset, length))

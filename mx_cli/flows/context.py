@@ -28,7 +28,7 @@ from mx_cli.sources.registry import OpenOrigin, open_origin
 class Context:
     """One command's surroundings. `retries` counts what was announced through `on_retry`.
 
-    `verbose` says which events somebody sees: what is costly to tell is told only then.
+    `verbose`: how many -v were given; events that are costly to make are made only where they are shown.
     """
 
     resolved: Resolved
@@ -59,7 +59,7 @@ class Context:
         self.emit(Warned(redact.text(message)))
 
     def detail(self, message: str) -> None:
-        """A decision, for who wants to know why."""
+        """A decision and its reason, shown with -v."""
         if self.verbose >= Detail.verbosity:
             self.emit(Detail(redact.text(message)))
 

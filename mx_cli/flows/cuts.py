@@ -48,9 +48,9 @@ def parse_rank(text: str) -> tuple[int, int]:
 
 
 def cut_of(rank: str, rules: Any, config: Config) -> Cut:
-    """The cut of `rank` (r/n) by `rules`: a family's name, a rule file, what one holds, or None for the config's family.
+    """The cut of `rank` (r/n) by `rules`: a family's name, a rule file or its content, or None for the config's family.
 
-    Raises UsageError for rules that are none, and for a family that the config lacks what is needed for.
+    Raises UsageError for what is no rules, and where the config lacks what the rules of a family need.
     """
     number, ranks = parse_rank(rank)
     if isinstance(rules, Rules):
@@ -86,5 +86,5 @@ def _rule_file(rules: Any) -> Rules:
 
 
 def config_of(data: bytes | None) -> Mapping[str, Any] | None:
-    """What a config.json says, None for none. Raises what reading one raises."""
+    """The normalised config.json of these bytes, None for none. Raises what `hf_config.load` raises."""
     return None if data is None else hf_config.load(data, "config.json")

@@ -34,7 +34,7 @@ class Described:
 
 @dataclass(frozen=True)
 class Named:
-    """What is said of the weights beside their bytes: see `mx_cli.serve`."""
+    """What the caller says about the weights: the arguments of `mx_cli.serve`."""
 
     config: dict[str, Any] | None = None
     stage: str = "checkpoint"
@@ -110,7 +110,7 @@ def _identities(named: Named, rows: Any) -> list[Identity]:
 
 
 def _shares(named: Named, tensors: Iterable[TorchTensor]) -> dict[str, Share]:
-    """Of which whole tensors these are parts. Raises UsageError for shapes that cannot be."""
+    """The share of each tensor that is only a part of a whole one. Raises UsageError for a shape that no part has."""
     cut = named.cut
     if cut is None:
         return {}

@@ -32,8 +32,8 @@ class Fill:
     """A prefetch in a thread of its own. `catalog` tells what can be read, `finish` waits for the snapshot; a context manager.
 
     It is the origin of what it fetches: a read waits until the bytes are in the cache's file, and takes them from there.
-    So the network gives every byte once, by the one election, and who consumes slowly holds up nobody. `torn`: bytes that
-    were read are not those that were published in the end.
+    So every byte crosses the network once, by the usual election, and a slow consumer holds up nobody. `torn`: bytes that
+    were handed out differ from those that were published.
     """
 
     caps = SourceCaps(READS, ITEM, "cache")
@@ -114,7 +114,7 @@ class Fill:
             return self._outcome.directory
 
     def patient(self) -> Context:
-        """The surroundings of who reads from here: the prefetch watches and retries its origin, and nobody else does."""
+        """The context for reading from here: the prefetch watches and retries the origin, so readers do not."""
         return self._context.with_settings(stall_timeout=float("inf"), retry_for=0.0, max_bandwidth=None)
 
     def _check(self) -> None:

@@ -1,4 +1,4 @@
-"""Peers that were met, and that can be read together."""
+"""Peers that answered, and groups of them that can be read together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mx_cli.model.holding import Holding
 from mx_cli.transport.session import Grant, Session
 
 FAREWELL = 0.5
-"""Seconds for the goodbye to a peer that was left: it may be dead or frozen, and is told all the same."""
+"""Seconds to wait while a peer that failed is told that its grant ends: it may be dead or frozen."""
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Group:
     peers: list[Peer]
 
     def leave(self, serving: str = "", verified: int = 0) -> None:
-        """Close what reads the peers, then give all grants back, at once, since each may be silent for seconds. Idempotent.
+        """Close the sources, then give all grants back side by side: each peer may be silent for seconds. Idempotent.
 
         `serving`: where this process offers the `verified` bytes itself now. Raises TransportFailed when a read does not
         end: see `PeerSource.close`.

@@ -1,4 +1,4 @@
-"""Weights of a running process: offered to peers, and received from them straight into its tensors."""
+"""Weights of a running process, offered to peers from where they lie."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Handle:
         return {one.kind: one.id for one in holding.identities} if holding else {}
 
     def publish(self) -> None:
-        """Show it in discovery, when it was made without. Blocks for a moment; idempotent."""
+        """List it in discovery, if it was made without. Blocks for a moment; idempotent."""
         self._serving.publish()
 
     @property
@@ -102,10 +102,10 @@ class Handle:
 
     @contextlib.contextmanager
     def update(self, wait: float = UPDATE_WAIT) -> Iterator[None]:
-        """While the block runs the weights may change: no new readers, and those that read have had `wait` seconds.
+        """The weights may change while the block runs: no reader is let in, and present ones get `wait` seconds to end.
 
-        Who reads longer is sent away: its bytes come with the digests that they had, or its pull fails. Afterwards
-        everything is hashed again, as the next version; also after an error in the block, since weights may have changed.
+        The grants of slower readers are ended: either they verify the bytes of the old version, or their pull fails.
+        Afterwards everything is hashed again as the next version, also after an error in the block.
         Blocks, also while another thread updates. Raises UsageError for a handle that is closed, and for an update within
         an update; and what `serve` raises for tensors: then nobody reads until another update succeeds.
         """
@@ -132,7 +132,7 @@ class Handle:
                     control.resume()
 
     def close(self) -> None:
-        """Stop serving, after the readers that are there have had a moment; nothing refers to the weights then. Idempotent.
+        """Give present readers a moment, then stop serving and drop all references to the weights. Idempotent.
 
         In a forked child it does nothing: the process that serves goes on.
         """
@@ -195,7 +195,7 @@ class Handle:
         return self._agent
 
     def _new_agent(self, version: int, gpu: bool) -> Any:
-        """NIXL reaches this process from its own host, and over RDMA: a reader over TCP could end it."""
+        """Without RDMA the agent is for this host alone: a reader over TCP could end this process."""
         from mx_cli.transport.nixl import Agent, Network
 
         settings = self._context.settings

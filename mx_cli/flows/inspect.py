@@ -1,4 +1,4 @@
-"""The look at a file on its way into the cache: digests, format, tensors, in one pass over its bytes."""
+"""Checks a file on its way into the cache: digests, format and tensors, in one pass over its bytes."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ START_WIDTH = 2
 
 
 class Landing(Protocol):
-    """Hears what of the files is in place while they come. From several threads; nothing of it may block or raise."""
+    """Is told which bytes of files are in place as they come. Called from several threads; must not block or raise."""
 
     def begins(self, listing: Listing) -> None:
         """Files of this listing are fetched."""
@@ -53,7 +53,7 @@ class Landing(Protocol):
         """The file is whole and verified, and stands in its place."""
 
     def again(self, entry: Entry) -> None:
-        """What was in place of this file is wrong, and fetched again."""
+        """The bytes of this file that were in place are wrong: they are fetched again."""
 
 
 class Unwatched:

@@ -1,4 +1,4 @@
-"""A model that is made for a pull and filled in place: made anew for each route, so that no route leaves half of one."""
+"""Modules that are made for a pull and filled in place. Each route makes them anew, so a failed one leaves nothing."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from mx_cli.model.holding import Holding
 from mx_cli.model.manifest import Entry, Listing
 
 NO_USE = (NoPeer, Incompatible, AccessDenied, TransportFailed, Unreachable, IntegrityError)
-"""What ends the hope for peers; the origin may still do."""
+"""Errors after which peers are given up, and the origin is asked."""
 
 
 class FromPeers:

@@ -360,8 +360,8 @@ class Peering:
     def check_versions(self) -> None:
         """After the last byte: the weights are those of the manifest still. Raises IntegrityError for a torn read.
 
-        Who was left on the way is not asked, nor is waited for who does not answer: what came from them was compared with
-        the manifest block by block. Only what went straight into a GPU was not; then all must answer, or their error is
+        A peer that failed on the way is not asked, and one that does not answer is passed over: what came from it was
+        compared with the manifest block by block. Where bytes went into a GPU, every peer must answer, or its error is
         raised.
         """
         assert self.group is not None

@@ -206,7 +206,7 @@ class Pull:
 
     @property
     def by_identity(self) -> bool:
-        """Whether an identity was asked for, which a URI or a directory only has."""
+        """Whether the model was given by an identity, not by a URI or a directory."""
         return kind_of(self._request.model) is not None
 
     def wanted(self) -> list[str]:
@@ -216,7 +216,7 @@ class Pull:
         return [one.id for one in self.identities()]
 
     def identities(self) -> list[Identity]:
-        """The same as records, for a model that is not given by one. Raises NoPeer without an immutable revision."""
+        """Like `wanted`, as records, for a model not given by identity. Raises NoPeer without an immutable revision."""
         request, context = self._request, self._context
         if not self.uri:
             found = hash_anything(request.model, context).identities
@@ -288,9 +288,9 @@ class Pull:
     # -- stream --------------------------------------------------------------------------------------------------
 
     def check_stream(self, *, of_a_part: bool = False) -> None:
-        """Raises NotFound where a stream is out of place: what the cache can take is fetched into it, once for all.
+        """Raises NotFound where the route stream is not for this pull: the cache takes the weights, for all to use.
 
-        Who names the route gets it, and who wants a part only.
+        It is for a part of the weights, where it was named, and after the cache could not take them.
         """
         if not (of_a_part or self._stream_is_named or self._cache_lacks):
             raise NotFound("only where the cache cannot take the weights, or where it is named (--route)")
@@ -304,7 +304,7 @@ class Pull:
             raise self._other_weights(known[wanted])
 
     def accept_unread(self, holding: Holding) -> None:
-        """The same before the weights are read: of a content identity nobody can tell then. Raises Incompatible."""
+        """Like `accept`, before the weights are read: a content identity cannot be checked then. Raises Incompatible."""
         known = {one.kind: one.id for one in holding.identities}
         if kind_of(self._request.model) == "content" and "content" not in known:
             raise Incompatible(

@@ -60,9 +60,9 @@ class RankPull:
         self._rank, self._rules, self._choose, self._make = rank, rules, choose, make
         # A directory that is to be made is the caller's, and gets a part only.
         self.puller = Pull(dataclasses.replace(request, to=None), context)
-        # That of the weights it is a part of.
+        # The identity of the weights that the part is of.
         self.identity = ""
-        # Those that the bytes came from; none by another route.
+        # The peers that gave bytes; none by another route.
         self.peers: Sequence[Peer] = ()
         self._begun: set[str] = set()
         self._tensors: dict[str, Any] = {}

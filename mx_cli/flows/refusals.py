@@ -29,5 +29,5 @@ class Refusals:
 
 
 def said(address: str, reason: str) -> str:
-    """The reason with its address, which many errors name themselves."""
+    """The reason, with the address before it unless it begins with that already."""
     return reason if reason.startswith(address) else f"{address}: {reason}"

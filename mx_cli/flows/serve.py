@@ -107,7 +107,7 @@ def serve_until_stopped(serving: Serving, drain: float, context: Context) -> Non
 def pull_then_serve(
     request: PullRequest, offer: Offer, drain: float, context: Context, on_done: Callable[[PullOutcome], None]
 ) -> None:
-    """Pull, tell what came of it, and be a peer then, until told to stop. The sources hear that there is another peer.
+    """Pull, report the outcome, then serve the weights until told to stop. The sources are told of the new peer.
 
     The listener is there from the start, so a taken port is found before anything is pulled.
     """
@@ -211,7 +211,7 @@ def _packed(holding: Holding, device: int) -> tuple[list[Extent], int]:
 
 
 def _load(directory: Path, holding: Holding, place: Callable[[int, memoryview], None], context: Context) -> None:
-    """Read every file once into its place, and see that it is what the manifest says. Raises IntegrityError."""
+    """Read every file once into its place, and compare it with the manifest. Raises IntegrityError."""
     for extent in _packed(holding, HOST)[0]:
         record = holding.manifest.record(extent.file)
         whole, at = WholeDigest(), extent.address

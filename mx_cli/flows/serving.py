@@ -126,7 +126,7 @@ class Serving:
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:
-        """Warn once of each thing that readers could not have: they go elsewhere, and the operator would not hear of it."""
+        """Warn once of each thing that readers could not have: they go elsewhere, and nobody would hear of it here."""
         try:
             yield
         except NotFound as error:

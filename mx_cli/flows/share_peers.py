@@ -1,4 +1,4 @@
-"""Peers of which each has a part of the weights: found together, and read together."""
+"""Peers that each hold a part of the weights, found and read as one set."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SharePeering(Peering):
     def find_set(self, wait: float, check: Callable[[Sequence[Group]], T]) -> T:
         """What `check` makes of the groups; while it raises Incompatible, look again for `wait` seconds.
 
-        Blocks. Raises that, or what `find` raises when nobody matches.
+        Blocks. Raises the last Incompatible, or what `find` raises when nobody matches.
         """
         end = time.monotonic() + wait
         while True:

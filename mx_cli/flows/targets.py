@@ -106,7 +106,7 @@ def _without_twins(holding: Holding, described: Iterable[Described]) -> tuple[li
 
 
 def torn(name: str, other: str) -> Incompatible:
-    """Of two tensors that are one memory here, and two at the source."""
+    """The error for two tensors that share memory here and differ at the source."""
     return Incompatible(
         f"tensors do not agree: {name} and {other} share memory here, and differ at the source",
         hint="untie them, or mx_cli.pull() gives new tensors",

@@ -13,7 +13,7 @@ from mx_cli.flows.context import Context
 from mx_cli.transport.secret import read_secrets, runtime_secret
 
 NO_SECRET = b"mx: no secret was wanted (--insecure)"
-"""What two sides know that both said --insecure: it proves nothing."""
+"""What both sides use for a secret under --insecure: it proves nothing."""
 
 MAKE_ONE = "make a secret, and give it to both sides: head -c 32 /dev/urandom | base64 > FILE; --peer-token-file FILE"
 
@@ -48,7 +48,7 @@ def accepted(context: Context, listen: str) -> Callable[[], list[bytes]]:
 
 
 def _telling(context: Context, read: Callable[[], list[bytes]]) -> Callable[[], list[bytes]]:
-    """The reader is told only that it cannot be let in now: why, is for who runs the peer, once for each reason."""
+    """`read`, with a warning for the operator once for each reason that it fails: readers are not told the reason."""
     told: set[str] = set()
 
     def known() -> list[bytes]:

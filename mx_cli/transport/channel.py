@@ -57,7 +57,7 @@ class Channel:
         return cls(stream, place)
 
     def within(self, seconds: float) -> contextlib.AbstractContextManager[None]:
-        """A block that ends in so many seconds, however the other side keeps one waiting: what it reads breaks off then."""
+        """A block with a time limit: after so many seconds the connection is shut down, and what is read breaks off."""
         return _within(self._stream.sock, seconds)
 
     def set_patience(self, seconds: float) -> None:
@@ -193,4 +193,4 @@ class NotThere(Unreachable):
 
 
 class Silent(Unreachable):
-    """No byte for as long as one has patience."""
+    """No byte came within the time that was set."""

@@ -1,4 +1,4 @@
-"""Who is inside of something that is to be closed."""
+"""Counts the threads that are using something, so that who closes it can wait for them."""
 
 from __future__ import annotations
 

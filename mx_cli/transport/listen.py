@@ -31,7 +31,7 @@ def listen(text: str) -> socket.socket:
         raise UsageError(f"cannot listen on {text}: {error.strerror or error}") from None
     listener = socket.socket(family, kind, protocol)
     try:
-        # Not to share the port: so that a peer can begin while connections of the one before it linger.
+        # Not for sharing the port: a peer has to be able to bind it while connections of the one before linger.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(host != "::"))

@@ -48,9 +48,9 @@ def json_line(document: Mapping[str, Any], encoding: str) -> str:
 
 
 def plain(text: str, keep: str = "\n\t") -> str:
-    """What others wrote is among it (origins, peers, records), and a terminal takes no orders from them.
+    """The text with control characters escaped: others wrote parts of it (origins, peers), who must not steer a terminal.
 
-    `keep`: characters that stay although they are orders; none in a line of a table.
+    `keep`: control characters that stay; none in a line of a table.
     """
     if text.isprintable():
         return text
