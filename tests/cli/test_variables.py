@@ -127,7 +127,7 @@ def test_what_is_no_configuration_file_is_refused_at_once(mx: Mx, tmp_path: Path
         ("ttl = 1\nttl = 2\n", "line 2"),
         ('hf_token = "x"', "secrets"),
         ('ttl = 1\nanon = "maybe"', "config.toml: anon: "),
-        ("ttl = nan", "config.toml: ttl: "),
+        ("wait = nan", "config.toml: wait: "),
         ("cache_dir = true", "config.toml: cache_dir: "),
         ('cache_dir = ["/cache"]', "config.toml: cache_dir: "),
         ("ttl = 2026-01-01", "config.toml: ttl: "),
