@@ -20,7 +20,7 @@ from mx_cli.transport.session import Grant, Session
 
 PATHS = ("auto", "nixl-read", "socket")
 REQUIREMENTS = ("rdma", "encrypted")
-MOST_SOCKETS = 8
+LEAST_SOCKETS, MOST_SOCKETS = 2, 8
 MOST_LANES = 4
 WORTH_A_LANE = 512 << 20
 """Bytes of a peer from which another agent (50 ms) saves more time than it takes."""
@@ -83,7 +83,7 @@ def open_path(
 
 def sockets() -> int:
     """TLS is work for a core: more connections than cores only get in each other's way."""
-    return min(MOST_SOCKETS, cores() + 1)
+    return max(LEAST_SOCKETS, min(MOST_SOCKETS, cores()))
 
 
 def lanes() -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mx_cli.base.errors import IntegrityError, StillLanding, TransportFailed
-from mx_cli.engine.buffers import Pool, at_address, never_free, scatter
+from mx_cli.engine.buffers import STEP, Pool, at_address, never_free, scatter
 from mx_cli.engine.ports import Memory, ReadItem, Stream
 from mx_cli.engine.threads import Flight
 from mx_cli.model.holding import HOST, Extent, Extents
@@ -118,7 +118,8 @@ class Socket:
     ) -> None:
         filled = 0
         while filled < len(view):
-            count = stream.read_into(view[filled:])
+            # What has come is verified while it is in the cache.
+            count = stream.read_into(view[filled : filled + STEP])
             if count == 0:
                 raise TransportFailed(f"{item.entry.path}: the peer's answer ended {len(view) - filled} bytes early")
             filled += count
