@@ -9,10 +9,11 @@ from typing import Any
 
 from mx_cli.base.errors import UsageError
 from mx_cli.engine import route
+from mx_cli.flows.from_python import device_number, model_text, process_context, require_torch
 from mx_cli.flows.hash import is_local
-from mx_cli.flows.in_process import model_text, process_context, require_torch
 from mx_cli.flows.new_model import Allow, Maker, NewModel
-from mx_cli.flows.pull_tensors import IntoMemory, device_number, put_on_gpu, request_of
+from mx_cli.flows.pull_tensors import IntoMemory, request_of
+from mx_cli.transport.on_gpu import copy_to
 
 
 def load_model(
@@ -67,7 +68,7 @@ def load_model(
     text = model_text(source)
     chosen = routes or ((route.STREAM,) if is_local(text) else ())
     request = request_of(text, revision, origin, peers, path, require, chosen)
-    IntoMemory(request, context, model.layout, put_on_gpu()).run()
+    IntoMemory(request, context, model.layout, copy_to).run()
     return model.modules if isinstance(config_or_dir, Mapping) else model.modules[""]
 
 

@@ -13,7 +13,7 @@ from mx_cli.base.errors import UsageError
 from mx_cli.engines.loading import Loading, Rank, Started, Tensors
 from mx_cli.engines.offering import Offering
 from mx_cli.engines.options import Options, options_of
-from mx_cli.flows.in_process import process_context
+from mx_cli.flows.from_python import process_context
 
 STAGE = "checkpoint"
 logger = logging.getLogger("sglang.mx")

@@ -94,7 +94,7 @@ class _Load:
         from mx_cli.engines.loading import Loading, Started
         from mx_cli.engines.offering import Offering
         from mx_cli.engines.vllm_hooks import attach
-        from mx_cli.flows.in_process import process_context
+        from mx_cli.flows.from_python import process_context
 
         _show_log()
         at = _coordinates(self._config.parallel_config)

@@ -8,43 +8,22 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from mx_cli.base.cancel import Stop
-from mx_cli.base.config import resolve
-from mx_cli.base.errors import MissingCapability, UsageError
-from mx_cli.base.events import Event
+from mx_cli.base.errors import UsageError
 from mx_cli.flows.context import Context, is_immutable
 from mx_cli.flows.cuts import cut_of
 from mx_cli.flows.described import Described, Named, describe_holding
+from mx_cli.flows.from_python import process_context, require_torch
 from mx_cli.flows.serving import Offer, Serving
 from mx_cli.flows.trust import is_loopback
 from mx_cli.model import hf_config
 from mx_cli.model import layout as model_layout
 from mx_cli.model.holding import HOST, Extent
+from mx_cli.plan.ranges import merge_regions
 from mx_cli.transport.held import CopyOut, InMemory
 from mx_cli.transport.nixl_env import RDMA_DEVICES
 
 UPDATE_WAIT = 30.0
 CLOSE_WAIT = 1.0
-
-
-def process_context(options: Mapping[str, Any]) -> Context:
-    """The surroundings of a call from Python: settings from `options`, variables and the file; warnings go to `logging`.
-
-    Raises UsageError for an option that is none.
-    """
-    import logging
-
-    from mx_cli.base.config import FIELDS
-
-    if unknown := sorted(set(options) - set(FIELDS)):
-        raise UsageError(f"not settings: {', '.join(unknown)}", hint="mx config lists them")
-    log = logging.getLogger("mx")
-    level = {"warning": logging.WARNING, "error": logging.ERROR}
-
-    def emit(event: Event) -> None:
-        log.log(level.get(event.level, logging.INFO), "%s", event.to_json().get("message") or event.event)
-
-    return Context(resolve({**options}), Stop(), emit)
 
 
 class Handle:
@@ -179,8 +158,8 @@ class Handle:
         if reason := missing():
             self._context.notice(f"readers get the bytes by path socket only: {reason}")
             return None
-        regions = [(row.address, row.length, HOST) for row in described.extents if row.device == HOST]
-        regions = merged(regions)
+        host = [(row.address, row.length, HOST) for row in described.extents if row.device == HOST]
+        regions = merge_regions(host)
         for device in gpu:
             # Neighbouring blocks of cudaMalloc are never one region.
             found = cuda.allocations_of(row.address for row in described.extents if row.device == device)
@@ -267,28 +246,12 @@ def serve(
     return Handle(source, context, offer, named, all_buffers)
 
 
-def model_text(model: str | os.PathLike[str]) -> str:
-    """A directory, a file, a URI or an identity as text. Raises UsageError for anything else."""
-    text = os.fspath(model) if isinstance(model, (str, os.PathLike)) else None
-    if not isinstance(text, str):
-        raise UsageError(f"not a model: {model!r}", hint="a directory, a file, a URI or an identity")
-    return text
-
-
 def _origin(origin: Any) -> tuple[str, str]:
     if origin is None:
         return "", ""
     if not (isinstance(origin, (tuple, list)) and len(origin) == 2 and all(isinstance(one, str) for one in origin)):
         raise UsageError(f"not an origin: {origin!r}", hint="origin=(URI, revision)")
     return origin[0], origin[1]
-
-
-def require_torch() -> None:
-    """Raises MissingCapability without torch."""
-    try:
-        import torch  # noqa: F401
-    except ImportError:
-        raise MissingCapability("the package torch is missing", hint="pip install 'mx-cli[peer]'") from None
 
 
 def _config(config: Any) -> dict[str, Any] | None:
@@ -306,15 +269,3 @@ def _config(config: Any) -> dict[str, Any] | None:
             f"config is neither bytes nor a mapping ({type(config).__name__})", hint="config.to_dict() makes one"
         )
     return hf_config.load(config, "config")
-
-
-def merged(regions: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """The regions with those that touch or overlap made one: few regions are cheap to register."""
-    found: list[tuple[int, int, int]] = []
-    for address, length, device in sorted(regions, key=lambda row: (row[2], row[0])):
-        last = found[-1] if found else None
-        if last and last[2] == device and address <= last[0] + last[1]:
-            found[-1] = (last[0], max(last[1], address + length - last[0]), device)
-        elif length:
-            found.append((address, length, device))
-    return found

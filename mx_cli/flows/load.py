@@ -11,13 +11,14 @@ from mx_cli.engine.many import Bell
 from mx_cli.flows.catalog import Catalog, catalog, found_config, member
 from mx_cli.flows.context import Context
 from mx_cli.flows.cuts import cut_of
-from mx_cli.flows.in_process import model_text, process_context, require_torch
+from mx_cli.flows.from_python import device_number, model_text, process_context, require_torch
 from mx_cli.flows.mapped import mapped_tensors
 from mx_cli.flows.pull_memory import move
-from mx_cli.flows.pull_tensors import device_number, own_tensors, put_on_gpu
+from mx_cli.flows.pull_tensors import own_tensors
 from mx_cli.flows.ranks import bring, chosen, own_memory, rows_of, twins_of
 from mx_cli.model.holding import HOST, Tensor
 from mx_cli.sources.registry import OpenOrigin
+from mx_cli.transport.on_gpu import copy_to
 
 
 def load(
@@ -128,7 +129,7 @@ def _copy(
     layout = own_tensors(found.holding, names, device, tensors, fresh=True)
     bell = Bell()
     sources = [member(found, origin, bell, context, device)]
-    move(found.holding, layout.targets, sources, bell, context, put_on_gpu(), layout, found.entries)
+    move(found.holding, layout.targets, sources, bell, context, copy_to, layout, found.entries)
     layout.finish()
 
 
@@ -150,5 +151,5 @@ def _load_share(found: Catalog, origin: OpenOrigin, rank: str, wish: _Wish, cont
     rows = rows_of(found.holding, shapes, shares, memory.places)
     bell = Bell()
     members = [member(found, origin, bell, context, wish.device)]
-    bring(found.holding, rows, members, bell, context, put_on_gpu(), memory, found.entries)
+    bring(found.holding, rows, members, bell, context, copy_to, memory, found.entries)
     return memory.tensors()

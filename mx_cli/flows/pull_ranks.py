@@ -20,7 +20,6 @@ from mx_cli.flows.context import Context
 from mx_cli.flows.cuts import config_of, cut_of
 from mx_cli.flows.group import Peer
 from mx_cli.flows.holdings import local_holding
-from mx_cli.flows.in_process import merged
 from mx_cli.flows.pull import Pull, PullRequest
 from mx_cli.flows.pull_memory import Moved, Put, Shape, disk_member, only_gpu, place_of, table
 from mx_cli.flows.pull_tensors import Received
@@ -33,6 +32,7 @@ from mx_cli.model.manifest import Manifest
 from mx_cli.model.selection import index_files
 from mx_cli.model.share import Share
 from mx_cli.plan.cover import Uncovered, cover
+from mx_cli.plan.ranges import merge_regions
 from mx_cli.plan.rows import Rows
 
 POLL = 0.5
@@ -331,7 +331,7 @@ class _Set:
     def _begin(self, pool: ThreadPoolExecutor, index: int, rows: list[Rows], context: Context) -> Future[Moved]:
         group = self._found.groups[index]
         bell = Bell()
-        members = self._peering.members_of(group, bell, merged(self._memory.regions))
+        members = self._peering.members_of(group, bell, merge_regions(self._memory.regions))
         many_runs = all(peer.path == "nixl-read" for peer in group.peers if peer.member)
         return pool.submit(
             bring, group.holding, rows, members, bell, context, self._put, self._memory, many_runs=many_runs

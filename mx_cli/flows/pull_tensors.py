@@ -14,15 +14,17 @@ from mx_cli.engine.route import Attempt, Taken
 from mx_cli.flows.catalog import catalog, member
 from mx_cli.flows.context import Context
 from mx_cli.flows.data_path import Wish
+from mx_cli.flows.from_python import device_number, model_text, process_context, require_torch
 from mx_cli.flows.holdings import local_holding
-from mx_cli.flows.in_process import merged, model_text, process_context, require_torch
 from mx_cli.flows.parts import named_as_in, named_by_part
 from mx_cli.flows.peering import Peering
 from mx_cli.flows.pull import Pull, PullRequest
 from mx_cli.flows.pull_memory import Moved, Put, Shape, compare, disk_member, move, only_gpu, table
 from mx_cli.flows.targets import Layout, byte_block, filled_by_twins, layout_of, packed, pieces_of
-from mx_cli.model.holding import HOST, Extent, Holding, joined
+from mx_cli.model.holding import Extent, Holding, joined
 from mx_cli.model.manifest import Entry
+from mx_cli.plan.ranges import merge_regions
+from mx_cli.transport.on_gpu import copy_to
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class IntoMemory:
             group = peering.find(wait)
             layout = self._layout(named_by_part(group.holding))
             bell = Bell()
-            regions = merged([(row.address, row.length, row.device) for row in layout.targets])
+            regions = merge_regions([(row.address, row.length, row.device) for row in layout.targets])
             members = peering.members(bell, regions)
             moved = self._move(group.holding, layout, members, bell)
             peering.check_versions()
@@ -215,7 +217,7 @@ def pull_into(
         from mx_cli.flows.rank_targets import into
 
         choose, memory = into(described, allow_missing=allow_missing, allow_extra=allow_extra)
-        return RankPull(request, context, rank, rules, choose, memory, put_on_gpu()).run()[0]
+        return RankPull(request, context, rank, rules, choose, memory, copy_to).run()[0]
     if rules is not None:
         raise UsageError("rules without a rank")
 
@@ -228,7 +230,7 @@ def pull_into(
         kinds = {one.name: one.kind for one in described}
         return dataclasses.replace(layout, names=[*layout.names, *sorted(twins)], kinds=kinds, keep=described)
 
-    return IntoMemory(request, context, make, put_on_gpu()).run()
+    return IntoMemory(request, context, make, copy_to).run()
 
 
 def pull(
@@ -260,7 +262,7 @@ def pull(
         from mx_cli.flows.pull_ranks import RankPull
         from mx_cli.flows.rank_targets import own
 
-        return RankPull(request, context, rank, rules, *own(names, index), put_on_gpu()).run()[1]
+        return RankPull(request, context, rank, rules, *own(names, index), copy_to).run()[1]
     if rules is not None:
         raise UsageError("rules without a rank")
     tensors: dict[str, Any] = {}
@@ -268,7 +270,7 @@ def pull(
     def make(holding: Holding) -> Layout:
         return own_tensors(holding, names, index, tensors)
 
-    IntoMemory(request, context, make, put_on_gpu()).run()
+    IntoMemory(request, context, make, copy_to).run()
     return tensors
 
 
@@ -301,25 +303,3 @@ def own_tensors(
             tensors[name] = torch_tensors.tensor_of(block, offsets.get(name, 0), *every[name])
 
     return Layout(joined(targets), chosen, finish, block=block, own=True)
-
-
-def device_number(device: Any) -> int:
-    """HOST, or the GPU's number, of a text or torch's own device. Raises UsageError."""
-    text = str(device)
-    kind, _, number = text.partition(":")
-    if kind == "cpu" and not number:
-        return HOST
-    if kind == "cuda" and (not number or number.isdecimal()):
-        return int(number or 0)
-    raise UsageError(f"not a device: {text!r}", hint="cpu, cuda or cuda:N")
-
-
-def put_on_gpu() -> Put:
-    """How host bytes get into a GPU's memory."""
-
-    def put(device: int, address: int, view: memoryview) -> None:
-        from mx_cli.transport.on_gpu import copy_to
-
-        copy_to(device, address, view)
-
-    return put

@@ -23,7 +23,7 @@ from mx_cli.flows.context import Context
 from mx_cli.flows.cuts import Cut
 from mx_cli.flows.hash import is_local
 from mx_cli.flows.pull_memory import carry, place_of
-from mx_cli.flows.pull_tensors import own_tensors, put_on_gpu
+from mx_cli.flows.pull_tensors import own_tensors
 from mx_cli.flows.ranks import Memory, chosen, own_memory, rows_of, twins_of
 from mx_cli.flows.targets import Layout
 from mx_cli.model.holding import Extent, Extents, Holding
@@ -36,6 +36,7 @@ from mx_cli.sinks.portions import PortionSink, RingOfPieces
 from mx_cli.sinks.rows import RowsSink, pick
 from mx_cli.sources.registry import OpenOrigin
 from mx_cli.transport.collective import BUCKET, Collective
+from mx_cli.transport.on_gpu import copy_to
 from mx_cli.transport.peer import ITEM
 
 LEAST_PIECE = 64 << 10
@@ -105,7 +106,7 @@ class SharedLoad:
         """Piece by piece from the rank that reads it to all, each of which takes what it wants of it."""
         cuts = portions([item.length or 0 for item in items], self._ranks.size)
         first, last = cuts[self._ranks.rank]
-        wanted = RowsSink(rows, READ_ALONG, put_on_gpu())
+        wanted = RowsSink(rows, READ_ALONG, copy_to)
         sink = RingOfPieces(items[first:last], BUCKET)
         task = _Task(
             lambda stop: self._read(found, self._origin, items[first:last], sink, sink, stop), self._context.stop
@@ -171,7 +172,7 @@ class SharedLoad:
         # The memory is in the order of the files: a portion of the pieces is a run of it.
         reach = [_reach(items[first:last], layout) for first, last in cuts]
         first, last = cuts[self._ranks.rank]
-        sink = PortionSink(layout.targets, put_on_gpu())
+        sink = PortionSink(layout.targets, copy_to)
         task = _Task(lambda stop: self._read(found, origin, items[first:last], sink, layout, stop), self._context.stop)
         sink.tell = task.news.set
         step = max(1, BUCKET // self._ranks.size)

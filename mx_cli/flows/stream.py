@@ -18,13 +18,13 @@ from mx_cli.engine.run import Limits, Transfer, cores
 from mx_cli.flows.bounds import BESIDE, CONNECTION, memory_limit
 from mx_cli.flows.catalog import Catalog, catalog, member
 from mx_cli.flows.context import Context
-from mx_cli.flows.in_process import model_text, process_context, require_torch
+from mx_cli.flows.from_python import device_number, model_text, process_context, require_torch
 from mx_cli.flows.load import chosen_tensors
 from mx_cli.flows.pull_memory import close, locked
-from mx_cli.flows.pull_tensors import device_number, put_on_gpu
 from mx_cli.model.holding import HOST, Tensor
 from mx_cli.plan.blocks import aligned
 from mx_cli.sinks.ring import ALIGN, Buffers, Group, Ring, RingSink, Room
+from mx_cli.transport.on_gpu import copy_to
 from mx_cli.transport.peer import ITEM
 
 JOIN = 10.0
@@ -139,7 +139,7 @@ def _room(size: int, owns: bool, device: int, straight: int, context: Context) -
 
 
 def _put(device: int) -> Callable[[int, memoryview], None] | None:
-    return None if device == HOST else functools.partial(put_on_gpu(), device)
+    return None if device == HOST else functools.partial(copy_to, device)
 
 
 def _in_order(tensors: Sequence[Tensor], sink: RingSink, hand_out: _HandOut) -> Iterator[tuple[str, Any]]:

@@ -25,6 +25,14 @@ def merge(spans: Iterable[Span]) -> list[Span]:
     return merged
 
 
+def merge_regions(regions: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Runs of memory (address, length, device), by device and address; those that touch or overlap become one."""
+    of_device: dict[int, list[Span]] = {}
+    for address, length, device in regions:
+        of_device.setdefault(device, []).append((address, address + length))
+    return [(start, end - start, device) for device in sorted(of_device) for start, end in merge(of_device[device])]
+
+
 def gaps(size: int, have: Iterable[Span]) -> list[Span]:
     """What of [0, size) is not in `have`."""
     missing: list[Span] = []

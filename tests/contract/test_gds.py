@@ -14,7 +14,7 @@ import pytest
 from mx_cli.base.errors import OriginChanged, StillLanding, TransportFailed
 from mx_cli.engine.many import Bell, Member
 from mx_cli.flows.catalog import catalog
-from mx_cli.flows.in_process import process_context
+from mx_cli.flows.from_python import process_context
 from mx_cli.flows.pull_memory import move
 from mx_cli.flows.pull_tensors import own_tensors
 from mx_cli.model.holding import HOST

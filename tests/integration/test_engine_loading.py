@@ -13,7 +13,7 @@ from mx_cli.base.errors import Incompatible, MxError, NoPeer, UsageError
 from mx_cli.engines.loading import Loading, Rank, Started, Tensors
 from mx_cli.engines.offering import Offering
 from mx_cli.engines.options import options_of
-from mx_cli.flows.in_process import process_context
+from mx_cli.flows.from_python import process_context
 from tests.rig.checkpoints import make_safetensors, noise
 from tests.rig.serving import eventually, slow
 from tests.support import capability

@@ -17,7 +17,7 @@ import mx_cli
 from mx_cli.base.errors import IntegrityError, Unreachable, UsageError
 from mx_cli.engine.ports import ReadItem
 from mx_cli.flows import fill_cache
-from mx_cli.flows.in_process import process_context
+from mx_cli.flows.from_python import process_context
 from mx_cli.model.manifest import Entry, Listing
 from tests.rig import capabilities
 from tests.rig import tensor_parallel as tp

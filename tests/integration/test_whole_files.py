@@ -10,7 +10,7 @@ from mx_cli.engine.many import Bell
 from mx_cli.engine.ports import Source
 from mx_cli.engine.run import Limits
 from mx_cli.engine.threads import Lifted
-from mx_cli.flows.in_process import process_context
+from mx_cli.flows.from_python import process_context
 from mx_cli.flows.whole_files import WholeFiles
 from mx_cli.model.manifest import Entry
 from tests.rig.checkpoints import noise

@@ -1,0 +1,58 @@
+"""What all calls from Python begin with: their settings, and the words for a model and a device."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from mx_cli.base.cancel import Stop
+from mx_cli.base.config import FIELDS, resolve
+from mx_cli.base.errors import MissingCapability, UsageError
+from mx_cli.base.events import Event
+from mx_cli.flows.context import Context
+from mx_cli.model.holding import HOST
+
+
+def process_context(options: Mapping[str, Any]) -> Context:
+    """The surroundings of a call from Python: settings from `options`, variables and the file; events go to `logging`.
+
+    Raises UsageError for an option that is none.
+    """
+    if unknown := sorted(set(options) - set(FIELDS)):
+        raise UsageError(f"not settings: {', '.join(unknown)}", hint="mx config lists them")
+    log = logging.getLogger("mx")
+    level = {"warning": logging.WARNING, "error": logging.ERROR}
+
+    def emit(event: Event) -> None:
+        log.log(level.get(event.level, logging.INFO), "%s", event.to_json().get("message") or event.event)
+
+    return Context(resolve({**options}), Stop(), emit)
+
+
+def model_text(model: str | os.PathLike[str]) -> str:
+    """A directory, a file, a URI or an identity as text. Raises UsageError for anything else."""
+    text = os.fspath(model) if isinstance(model, (str, os.PathLike)) else None
+    if not isinstance(text, str):
+        raise UsageError(f"not a model: {model!r}", hint="a directory, a file, a URI or an identity")
+    return text
+
+
+def device_number(device: Any) -> int:
+    """HOST, or the GPU's number, of a text or torch's own device. Raises UsageError."""
+    text = str(device)
+    kind, _, number = text.partition(":")
+    if kind == "cpu" and not number:
+        return HOST
+    if kind == "cuda" and (not number or number.isdecimal()):
+        return int(number or 0)
+    raise UsageError(f"not a device: {text!r}", hint="cpu, cuda or cuda:N")
+
+
+def require_torch() -> None:
+    """Raises MissingCapability without torch."""
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        raise MissingCapability("the package torch is missing", hint="pip install 'mx-cli[peer]'") from None
