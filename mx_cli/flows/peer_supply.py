@@ -9,18 +9,18 @@ from mx_cli.base.errors import (
     AccessDenied,
     Incompatible,
     IntegrityError,
-    MxError,
     NoPeer,
     NotFound,
     TransportFailed,
     Unreachable,
     UsageError,
 )
-from mx_cli.engine.many import Bell, Many, Member, trouble
+from mx_cli.engine.many import Bell, Many, Member
 from mx_cli.engine.ports import Source
 from mx_cli.engine.verify import WholeDigest
 from mx_cli.flows.context import Context, is_immutable
 from mx_cli.flows.peering import Peering
+from mx_cli.flows.refusals import telling
 from mx_cli.flows.supply import FromOrigin
 from mx_cli.model import identity
 from mx_cli.model.holding import Holding
@@ -99,7 +99,7 @@ class FromPeers:
                 return self._origin.open_source()
             reader = self._origin.by_path(self._listed, self._context.stop)
             members.append(Member("origin", self._origin.lift(reader, bell.ring), reserve=True))
-        self._many = Many(members, bell, self._tell)
+        self._many = Many(members, bell, telling(self._context))
         return self._many
 
     def close(self) -> None:
@@ -116,9 +116,6 @@ class FromPeers:
         """Bytes that one peer gave."""
         members = self._many.members if self._many else ()
         return sum(member.bytes for member in members if member.name == address)
-
-    def _tell(self, member: Member, error: MxError) -> None:
-        self._context.warn(trouble(member, error))
 
     def _from_origin(self, revision: str | None, stop: Stop) -> Listing:
         if self._origin is None:

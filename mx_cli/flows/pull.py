@@ -169,7 +169,9 @@ class Pull:
         return self.origin_uri or (self._request.model if is_local(self._request.model) else "")
 
     def say(self, attempt: Attempt) -> None:
-        """Tell which route was taken or not, and why."""
+        """Tell which route was taken or not, and why. Raises the reason of a stop, which is no fault of the route."""
+        if not attempt.taken:
+            self._context.stop.check()
         self._context.notice(attempt.text())
 
     @property

@@ -6,9 +6,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from mx_cli.base.errors import MxError
 from mx_cli.base.oserrors import explain
-from mx_cli.engine.many import Bell, Many, Member, trouble
+from mx_cli.engine.many import Bell, Many, Member
 from mx_cli.engine.ports import Source
 from mx_cli.engine.run import Limits
 from mx_cli.engine.verify import WholeDigest, read_through
@@ -17,6 +16,7 @@ from mx_cli.flows.context import Context
 from mx_cli.flows.new_directory import NewDirectory
 from mx_cli.flows.peering import Peering
 from mx_cli.flows.progress import watching
+from mx_cli.flows.refusals import telling
 from mx_cli.flows.whole_files import WholeFiles
 from mx_cli.transport.peer import ITEM
 
@@ -67,16 +67,13 @@ def _fill(work: Path, peering: Peering, context: Context) -> list[Member]:
     bell = Bell()
     members = peering.members(bell, [])
 
-    def tell(member: Member, error: MxError) -> None:
-        context.warn(trouble(member, error))
-
     def limits(source: Source) -> Limits:
         # Peers are watched by `Many`.
         most = width(context, source.caps.max_in_flight, ITEM)
         return Limits(context.settings.retry_for, float("inf"), most, most)
 
     with watching(context, files):
-        files.fetch(lambda: Many(members, bell, tell), limits)
+        files.fetch(lambda: Many(members, bell, telling(context)), limits)
         peering.check_versions()
     files.make_durable()
     return members

@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mx_cli.base.errors import Incompatible, MxError, StillLanding, UsageError
+from mx_cli.base.errors import Incompatible, StillLanding, UsageError
 from mx_cli.engine.buffers import Pool, never_free
-from mx_cli.engine.many import Bell, Many, Member, trouble
+from mx_cli.engine.many import Bell, Many, Member
 from mx_cli.engine.meter import Meter
 from mx_cli.engine.ports import ReadItem, Sink, Source
 from mx_cli.engine.run import Limits, Transfer, cores
 from mx_cli.flows.bounds import connections, width
 from mx_cli.flows.context import Context
+from mx_cli.flows.refusals import telling
 from mx_cli.model.digest import FILE_DTYPE
 from mx_cli.model.holding import HOST, Extent, Holding
 from mx_cli.model.manifest import Entry
@@ -151,11 +152,7 @@ def carry(
     meter: Meter,
 ) -> Moved:
     """Bring the items into a sink of `memory` from the members, which are closed after it. Blocks; raises as `move` does."""
-
-    def tell(member: Member, error: MxError) -> None:
-        context.warn(trouble(member, error))
-
-    source = Many(members, bell, tell)
+    source = Many(members, bell, telling(context))
     settings = context.settings
     # Peers and disks are watched by `Many`; an origin is the engine's to watch and to widen.
     most = width(context, source.caps.max_in_flight, ITEM)

@@ -1,10 +1,13 @@
-"""Why peers were left out of a search."""
+"""Why peers were left out of a search, or are read no more."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from mx_cli.base.errors import AccessDenied
+from mx_cli.base.errors import AccessDenied, MxError
+from mx_cli.engine.many import Member, trouble
+from mx_cli.flows.context import Context
 
 SHOWN = 5
 
@@ -31,3 +34,13 @@ class Refusals:
 def said(address: str, reason: str) -> str:
     """The reason, with the address before it unless it begins with that already."""
     return reason if reason.startswith(address) else f"{address}: {reason}"
+
+
+def telling(context: Context) -> Callable[[Member, MxError], None]:
+    """Warns of what `Many` tells about its members. Raises the reason of a stop: what it breaks off is no fault of theirs."""
+
+    def tell(member: Member, error: MxError) -> None:
+        context.stop.check()
+        context.warn(trouble(member, error))
+
+    return tell

@@ -209,6 +209,8 @@ def test_a_stop_is_heard_while_a_source_is_silent(
         ended = reader.wait(20)
     assert ended.code == 143
     assert "stopped by SIGTERM" in ended.err
+    assert "is left" not in ended.err, "what a stop breaks off is no fault of the peer"
+    assert "not taken" not in ended.err
     check_absent(out)
     if frozen:
         source.running.send(signal.SIGCONT)
