@@ -170,14 +170,14 @@ class Lifted(Threads):
     def __init__(
         self,
         reader: Reader,
-        throttle: Throttle | None = None,
+        bandwidth: int | None = None,
         ring: Callable[[], None] = lambda: None,
         made: Callable[[Pool], None] | None = None,
     ) -> None:
-        """`made`: see Buffers."""
+        """`bandwidth`: bytes a second at most, over all its threads; None for no limit. `made`: see Buffers."""
         super().__init__(ring)
         self._reader = reader
-        self._throttle = throttle
+        self._throttle = Throttle(bandwidth) if bandwidth else None
         self._buffers = Buffers(made)
 
     @property

@@ -12,7 +12,7 @@ from mx_cli.base.errors import IntegrityError, UsageError
 from mx_cli.engine.many import Bell, Member
 from mx_cli.engine.ports import ReadItem
 from mx_cli.engine.retry import patiently
-from mx_cli.engine.threads import Lifted, Throttle
+from mx_cli.engine.threads import Lifted
 from mx_cli.engine.together import side_by_side
 from mx_cli.flows.context import Context
 from mx_cli.flows.cuts import config_of
@@ -168,9 +168,8 @@ def member(found: Catalog, origin: OpenOrigin, bell: Bell, context: Context, dev
     """The source of a catalog's bytes: this machine's disk, or the origin. `device`: the GPU that they are for."""
     if found.directory is not None:
         return disk_member(found.directory, found.holding, bell, context, found.entries or None, device)
-    rate = context.settings.max_bandwidth
     made = locked(device, context) if device != HOST else None
-    return Member("origin", Lifted(origin, Throttle(rate) if rate else None, bell.ring, made), reserve=True)
+    return Member("origin", Lifted(origin, context.settings.max_bandwidth, bell.ring, made), reserve=True)
 
 
 def files_beside(found: Catalog, origin: OpenOrigin) -> dict[str, Callable[[], bytes]]:

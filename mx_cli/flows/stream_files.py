@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mx_cli.engine.ports import Source
 from mx_cli.engine.run import Limits, cores
-from mx_cli.engine.threads import Lifted, Throttle
+from mx_cli.engine.threads import Lifted
 from mx_cli.engine.verify import DigestMismatch
 from mx_cli.flows.bounds import connections
 from mx_cli.flows.context import Context, is_immutable
@@ -103,8 +103,7 @@ class _Stream:
         return self._streamed(known, files.meter.fetched, start)
 
     def _open_source(self) -> Source:
-        rate = self._context.settings.max_bandwidth
-        return Lifted(self._origin, Throttle(rate) if rate else None)
+        return Lifted(self._origin, self._context.settings.max_bandwidth)
 
     def _limits(self, source: Source) -> Limits:
         settings, most = self._context.settings, connections(self._context)

@@ -11,7 +11,7 @@ from mx_cli.base.cancel import Stop
 from mx_cli.base.config import Settings
 from mx_cli.base.errors import OriginChanged
 from mx_cli.engine.ports import Reader, ReadItem, Source, SourceCaps, Stream
-from mx_cli.engine.threads import Lifted, Throttle
+from mx_cli.engine.threads import Lifted
 from mx_cli.model.manifest import Entry, Listing
 from mx_cli.sources.registry import OpenOrigin
 
@@ -58,8 +58,7 @@ class FromOrigin:
 
     def lift(self, reader: Reader, ring: Callable[[], None] = lambda: None) -> Lifted:
         """A source of this origin's bytes, as `reader` opens them; `ring` is called when it has news."""
-        rate = self._settings.max_bandwidth
-        return Lifted(reader, Throttle(rate) if rate else None, ring)
+        return Lifted(reader, self._settings.max_bandwidth, ring)
 
     def by_path(self, revision: str, stop: Stop) -> Reader:
         """The origin's reader for files of somebody else's listing: it lists them itself when the first is wanted."""
