@@ -16,6 +16,7 @@ from mx_cli.flows.mapped import mapped_tensors
 from mx_cli.flows.pull_memory import move
 from mx_cli.flows.pull_tensors import own_tensors
 from mx_cli.flows.ranks import bring, chosen, own_memory, rows_of, twins_of
+from mx_cli.flows.targets import check_names
 from mx_cli.model.holding import HOST, Tensor
 from mx_cli.sources.registry import OpenOrigin
 from mx_cli.transport.on_gpu import copy_to
@@ -139,8 +140,7 @@ def chosen_tensors(found: Catalog, names: Sequence[str] | None) -> list[Tensor]:
     if names is None:
         return tensors
     wanted = set(names)
-    if lacking := sorted(wanted - {tensor.name for tensor in tensors}):
-        raise UsageError(f"no such tensors: {', '.join(lacking[:5])}")
+    check_names(wanted, {tensor.name for tensor in tensors})
     return [tensor for tensor in tensors if tensor.name in wanted]
 
 

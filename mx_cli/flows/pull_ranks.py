@@ -26,6 +26,7 @@ from mx_cli.flows.pull_tensors import Received
 from mx_cli.flows.rank_targets import Choose, Make
 from mx_cli.flows.ranks import Memory, bring, rows_between, rows_of, twins_of
 from mx_cli.flows.share_peers import Offered, SharePeering, offered, twins_among
+from mx_cli.flows.targets import check_begun
 from mx_cli.model import identity
 from mx_cli.model.holding import HOST
 from mx_cli.model.manifest import Manifest
@@ -84,10 +85,7 @@ class RankPull:
         shares = cut.shares(shapes)
         local = {name: (shapes[name][0], share.local_shape) for name, share in shares.items()}
         chosen = {name: shares[name] for name in self._choose(local)}
-        if left := sorted(self._begun - chosen.keys()):
-            raise Incompatible(
-                f"it lacks {left[0]}, which another route began to fill", hint="mx_cli.pull() gives new tensors"
-            )
+        check_begun(self._begun, chosen)
         return chosen
 
     def _memory(self, shapes: Mapping[str, Shape], shares: Mapping[str, Share], twins: Mapping[str, str]) -> Memory:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mx_cli.base.errors import Incompatible, UsageError
+from mx_cli.base.errors import UsageError
 from mx_cli.engine import route
 from mx_cli.engine.many import Bell, Member
 from mx_cli.engine.route import Attempt, Taken
@@ -20,7 +20,16 @@ from mx_cli.flows.parts import named_as_in, named_by_part
 from mx_cli.flows.peering import Peering
 from mx_cli.flows.pull import Pull, PullRequest
 from mx_cli.flows.pull_memory import Moved, Put, Shape, compare, disk_member, move, only_gpu, table
-from mx_cli.flows.targets import Layout, byte_block, filled_by_twins, layout_of, packed, pieces_of
+from mx_cli.flows.targets import (
+    Layout,
+    byte_block,
+    check_begun,
+    check_names,
+    filled_by_twins,
+    layout_of,
+    packed,
+    pieces_of,
+)
 from mx_cli.model.holding import Extent, Holding, joined
 from mx_cli.model.manifest import Entry
 from mx_cli.plan.ranges import merge_regions
@@ -115,12 +124,8 @@ class IntoMemory:
             origin.close()
 
     def _layout(self, holding: Holding) -> Layout:
-        """Raises Incompatible where a part of what another route began to fill would stay as that one left it."""
         layout = self._make(holding)
-        if left := sorted(self._begun - set(layout.names)):
-            raise Incompatible(
-                f"it lacks {left[0]}, which another route began to fill", hint="mx_cli.pull() gives new tensors"
-            )
+        check_begun(self._begun, layout.names)
         return layout
 
     def _move(
@@ -284,8 +289,7 @@ def own_tensors(
     from mx_cli.sinks import torch_tensors
 
     every = table(holding)
-    if names is not None and (lacking := sorted(set(names) - every.keys())):
-        raise UsageError(f"no such tensors: {', '.join(lacking[:5])}")
+    check_names(names, every.keys())
     chosen = sorted(every if names is None else names)
     wanted = pieces_of(holding, {name: every[name][0] for name in chosen})
     starts, size = packed(wanted)

@@ -6,10 +6,9 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mx_cli.base.errors import UsageError
 from mx_cli.flows.pull_memory import Shape, compare_tables
 from mx_cli.flows.ranks import Memory, Place, own_memory
-from mx_cli.flows.targets import ALIGN, byte_block, torn
+from mx_cli.flows.targets import ALIGN, byte_block, check_names, torn
 from mx_cli.model.share import Share
 from mx_cli.sinks.torch_tensors import Described
 
@@ -23,8 +22,7 @@ def own(names: Sequence[str] | None, device: int) -> tuple[Choose, Make]:
     """Tensors of this process's own: `names`, None for all."""
 
     def choose(local: Mapping[str, Shape]) -> Sequence[str]:
-        if names is not None and (lacking := sorted(set(names) - local.keys())):
-            raise UsageError(f"no such tensors: {', '.join(lacking[:5])}")
+        check_names(names, local.keys())
         return sorted(local if names is None else names)
 
     def make(shapes: Mapping[str, Shape], shares: Mapping[str, Share], twins: Mapping[str, str]) -> Memory:

@@ -14,7 +14,7 @@ from mx_cli.engine.meter import Meter
 from mx_cli.engine.ports import ReadItem
 from mx_cli.flows.context import Context
 from mx_cli.flows.pull_memory import Moved, Put, Shape, carry, place_of, table
-from mx_cli.flows.targets import ALIGN, byte_block
+from mx_cli.flows.targets import ALIGN, byte_block, check_names
 from mx_cli.model.header import BITS
 from mx_cli.model.holding import Holding
 from mx_cli.model.manifest import Entry
@@ -30,11 +30,8 @@ from mx_cli.transport.peer import ITEM
 def chosen(holding: Holding, names: Sequence[str] | None) -> dict[str, Shape]:
     """dtype and shape of the tensors `names` (None: all). Raises UsageError for a name that is none."""
     every = table(holding)
-    if names is None:
-        return every
-    if lacking := sorted(set(names) - every.keys()):
-        raise UsageError(f"no such tensors: {', '.join(lacking[:5])}")
-    return {name: every[name] for name in sorted(names)}
+    check_names(names, every.keys())
+    return every if names is None else {name: every[name] for name in sorted(names)}
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------

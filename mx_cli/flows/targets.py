@@ -6,11 +6,11 @@ torch is imported inside the functions, as in `sinks.torch_tensors`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mx_cli.base.errors import Incompatible
+from mx_cli.base.errors import Incompatible, UsageError
 from mx_cli.engine.buffers import Pool
 from mx_cli.flows.pull_memory import place_of
 from mx_cli.model.holding import HOST, Extent, Holding
@@ -38,6 +38,20 @@ class Layout:
     block: Any = None
     keep: object = None
     own: bool = False
+
+
+def check_names(names: Iterable[str] | None, known: Collection[str]) -> None:
+    """Raises UsageError for tensors that are asked for by name (None: all are) and that nothing has."""
+    if lacking := sorted(set(names or ()) - set(known)):
+        raise UsageError(f"no such tensors: {', '.join(lacking[:5])}")
+
+
+def check_begun(begun: Iterable[str], names: Iterable[str]) -> None:
+    """Raises Incompatible where what another route `begun` to fill would stay as that one left it."""
+    if left := sorted(set(begun) - set(names)):
+        raise Incompatible(
+            f"it lacks {left[0]}, which another route began to fill", hint="mx_cli.pull() gives new tensors"
+        )
 
 
 def pieces_of(holding: Holding, dtypes: Mapping[str, str]) -> list[Piece]:
