@@ -21,8 +21,8 @@ from mx_cli.flows.hash_anything import snapshot_manifest
 from mx_cli.flows.holdings import holding_of
 from mx_cli.flows.parts import named_by_part
 from mx_cli.flows.pull_memory import disk_member, locked
-from mx_cli.flows.request import Request, Wanted
-from mx_cli.flows.select import wanted_of
+from mx_cli.flows.request import Wanted
+from mx_cli.flows.select import READ_LIMIT, usual_of
 from mx_cli.model import header, identity
 from mx_cli.model.header import Header
 from mx_cli.model.holding import HOST, Holding, start_key
@@ -34,7 +34,6 @@ from mx_cli.sources.registry import OpenOrigin
 FIRST_READ = 256 << 10
 """Bytes of a file's beginning that are asked for at once: most headers are smaller."""
 HEADERS_AT_ONCE = 16
-READ_LIMIT = 64 << 20
 CONFIG = "config.json"
 CONFIG_LIMIT = 16 << 20
 
@@ -78,7 +77,7 @@ def catalog(model: str, revision: str | None, context: Context) -> tuple[Catalog
 def catalog_of(listing: Listing, origin: OpenOrigin, directory: Path | None, context: Context) -> Catalog:
     """The catalog of a listing, from the headers of its files. Blocks; raises as `catalog` does."""
     entries = {entry.path: entry for entry in listing.files}
-    wanted = wanted_of(listing, Request(listing.uri), lambda path, _: origin.read(entries[path], READ_LIMIT))
+    wanted = usual_of(listing, origin)
     weights = sorted(wanted.prefixes)
     if other := [path for path in weights if not path.endswith(".safetensors")]:
         raise UsageError(

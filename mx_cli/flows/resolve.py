@@ -14,11 +14,10 @@ from mx_cli.cache.snapshots import Snapshots
 from mx_cli.engine.verify import WholeDigest
 from mx_cli.flows.context import Context, is_immutable, moving_name
 from mx_cli.flows.request import Request, Wanted
-from mx_cli.flows.select import wanted_of
+from mx_cli.flows.select import READ_LIMIT, wanted_of
 from mx_cli.flows.supply import Supply
 from mx_cli.model.manifest import Entry, Listing
 
-READ_LIMIT = 64 << 20
 CHANGES = 3
 """Times that an origin is listed, and its files are fetched, while it changes under way."""
 

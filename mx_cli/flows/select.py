@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 from mx_cli.base import units
 from mx_cli.base.errors import NotFound
 from mx_cli.flows.request import Request, Wanted
-from mx_cli.model.manifest import Listing
+from mx_cli.model.manifest import Entry, Listing
 from mx_cli.model.selection import Selection, check_paths, index_files, read_index, select
 
 Read = Callable[[str, Listing], bytes]
 SHOWN = 3
+READ_LIMIT = 64 << 20
+"""Bytes of a small file that decides what is wanted, at most."""
+
+
+class Small(Protocol):
+    """What reads small files whole."""
+
+    def read(self, entry: Entry, limit: int) -> bytes:
+        """Blocks; raises what reading raises, IntegrityError above `limit` bytes."""
+
+
+def usual_of(listing: Listing, origin: Small) -> Wanted:
+    """The one usable set of files of a listing of `origin`, which gives the shard indexes. Raises as `wanted_of` does."""
+    entries = {entry.path: entry for entry in listing.files}
+    return wanted_of(listing, Request(listing.uri), lambda path, _: origin.read(entries[path], READ_LIMIT))
 
 
 def wanted_of(listing: Listing, request: Request, read: Read) -> Wanted:

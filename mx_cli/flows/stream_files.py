@@ -17,9 +17,9 @@ from mx_cli.flows.identify import identities
 from mx_cli.flows.inspect import inspect_file
 from mx_cli.flows.new_directory import NewDirectory
 from mx_cli.flows.progress import watching
-from mx_cli.flows.request import Request, Wanted
+from mx_cli.flows.request import Wanted
 from mx_cli.flows.resolve import listing_anew
-from mx_cli.flows.select import amount, wanted_of
+from mx_cli.flows.select import amount, usual_of
 from mx_cli.flows.whole_files import WholeFiles
 from mx_cli.model import identity
 from mx_cli.model.digest import TensorDigest
@@ -28,7 +28,6 @@ from mx_cli.sources.registry import OpenOrigin
 
 TRIES = 2
 START_WIDTH = 2
-READ_LIMIT = 64 << 20
 
 Accept = Callable[[Mapping[str, str]], None]
 """Raises Incompatible for identities (kind -> id) that are not those that are wanted."""
@@ -72,10 +71,7 @@ class _Stream:
     def __init__(self, origin: OpenOrigin, listing: Listing, target: Path, accept: Accept, context: Context) -> None:
         self._origin, self._listing, self._context = origin, listing, context
         self._directory, self._accept = NewDirectory(target), accept
-        entries = {entry.path: entry for entry in listing.files}
-        self._wanted: Wanted = wanted_of(
-            listing, Request(listing.uri), lambda path, _: origin.read(entries[path], READ_LIMIT)
-        )
+        self._wanted: Wanted = usual_of(listing, origin)
         self._entries = [entry for entry in listing.files if entry.path in self._wanted.files]
 
     def run(self) -> Streamed:
