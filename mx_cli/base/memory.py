@@ -64,7 +64,7 @@ def _groups(droppable: tuple[str, ...] = ("inactive_file",)) -> Iterator[tuple[i
             place = base / group.relative_to("/")
             most, used = _number(place / limit), _number(place / usage)
             if most is not None and used is not None:
-                dropped = sum(_of_stat(place / "memory.stat", prefix + kind) for kind in droppable)
+                dropped = sum(_field(place / "memory.stat", prefix + kind) or 0 for kind in droppable)
                 yield most, max(0, used - dropped)
 
 
@@ -82,24 +82,19 @@ def _memberships() -> Iterator[tuple[Path, Path, str, str, str]]:
             yield _GROUPS, Path(path), "memory.max", "memory.current", ""
 
 
-def _of_stat(path: Path, name: str) -> int:
-    try:
-        for line in path.read_text().splitlines():
-            if line.startswith(f"{name} "):
-                return int(line.split()[1])
-    except (OSError, ValueError, IndexError):
-        pass
-    return 0
+def _machine(name: str) -> int:
+    """Bytes, as /proc/meminfo says; 1 GiB where it does not."""
+    kibibytes = _field(Path("/proc/meminfo"), f"{name}:")
+    return 1 << 30 if kibibytes is None else kibibytes << 10
 
 
-def _machine(field: str) -> int:
+def _field(path: Path, name: str) -> int | None:
+    """The number after a name that begins a line; None where there is none."""
     try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith(f"{field}:"):
-                return int(line.split()[1]) << 10
+        rows = [line.split() for line in path.read_text().splitlines()]
+        return next((int(row[1]) for row in rows if row and row[0] == name), None)
     except (OSError, ValueError, IndexError):
-        pass
-    return 1 << 30
+        return None
 
 
 def _number(path: Path) -> int | None:
