@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,14 @@ def announced_holding(peer: Peer) -> Holding:
     if peer.matched not in [known.id for known in holding.identities]:
         raise IntegrityError(f"{peer.address}: its manifest has not the identity that it announced")
     return holding
+
+
+def by_manifest(peers: Iterable[Peer]) -> dict[str, list[Peer]]:
+    """The peers by the digest of the manifest that they announce: the others of one hold the very same files."""
+    found: dict[str, list[Peer]] = {}
+    for peer in peers:
+        found.setdefault(str(peer.facts.get("manifest")), []).append(peer)
+    return found
 
 
 @dataclass

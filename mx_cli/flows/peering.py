@@ -30,7 +30,7 @@ from mx_cli.engine.together import side_by_side
 from mx_cli.flows import trust
 from mx_cli.flows.context import Context
 from mx_cli.flows.data_path import Wish, open_path
-from mx_cli.flows.group import Group, Peer, announced_holding
+from mx_cli.flows.group import Group, Peer, announced_holding, by_manifest
 from mx_cli.flows.refusals import SHOWN, Refusals, said
 from mx_cli.flows.serving import own_generations
 from mx_cli.model.holding import HOST
@@ -203,11 +203,8 @@ class Peering:
 
     def _largest(self, peers: Sequence[Peer]) -> Group:
         """Peers of one manifest; others hold the same weights in other files."""
-        by_digest: dict[str, list[Peer]] = {}
-        for peer in peers:
-            by_digest.setdefault(str(peer.facts.get("manifest")), []).append(peer)
         errors: list[MxError] = []
-        for members in sorted(by_digest.values(), key=lambda members: -len(members)):
+        for members in sorted(by_manifest(peers).values(), key=lambda members: -len(members)):
             for peer in members:
                 try:
                     holding = announced_holding(peer)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from mx_cli.base.errors import Incompatible, MxError
 from mx_cli.engine.many import Bell, Member
 from mx_cli.engine.together import side_by_side
-from mx_cli.flows.group import Group, Peer, announced_holding
+from mx_cli.flows.group import Group, Peer, announced_holding, by_manifest
 from mx_cli.flows.peering import LOOK_EVERY, Peering
 from mx_cli.flows.pull_memory import Shape, place_of, table
 from mx_cli.model.holding import Holding
@@ -45,10 +45,7 @@ class SharePeering(Peering):
 
     def _groups(self, peers: Sequence[Peer]) -> list[Group]:
         """One for each manifest, in an order that is the same for all readers: they queue for one after the other."""
-        by_digest: dict[str, list[Peer]] = {}
-        for peer in peers:
-            by_digest.setdefault(str(peer.facts.get("manifest")), []).append(peer)
-        rows = [peers for _, peers in sorted(by_digest.items())]
+        rows = [peers for _, peers in sorted(by_manifest(peers).items())]
         found = side_by_side(self._first_that_answers, rows, len(rows), self._context.stop)
         return [group for group in found if group]
 
