@@ -77,16 +77,27 @@ def reachable() -> list[Interface]:
 
     First the one that the kernel would send from to the outside, then those of real interfaces, then bridges.
     """
-    outside = _source_address()
+    # 192.0.2.0/24 is nobody's (RFC 5737): the route to it is the way to the outside.
+    outside = source_address("192.0.2.1", 9)
     usable = [one for one in interfaces() if one.is_usable]
     return sorted(usable, key=lambda one: (one.address != outside, one.is_bridge, ":" in one.address))
 
 
-def _source_address() -> str:
-    """Connecting a datagram socket sends nothing: it asks the routing table. 192.0.2.0/24 is nobody's (RFC 5737)."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        try:
-            sock.connect(("192.0.2.1", 9))
-        except OSError:
-            return ""
-        return str(sock.getsockname()[0])
+def source_address(host: str, port: int) -> str:
+    """The address that packets to a host leave from; "" without a route. Blocks while a name is resolved."""
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        # Connecting a datagram socket sends nothing: it asks the routing table.
+        with socket.socket(family, kind, protocol) as sock:
+            sock.connect(place)
+            return str(sock.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def interface_of(address: str) -> str:
+    """The name of the interface that has the address; "" where none has it, or nobody can tell."""
+    try:
+        return next((one.name for one in interfaces() if one.address == address), "")
+    except OSError:
+        return ""

@@ -14,7 +14,7 @@ from mx_cli.base import machine, units
 from mx_cli.base.address import split_address
 from mx_cli.base.capability import FAIL, OK, WARN, Capability, judged
 from mx_cli.base.errors import AccessDenied, MissingCapability, MxError, TransportFailed
-from mx_cli.base.interfaces import interfaces
+from mx_cli.base.interfaces import interface_of, source_address
 from mx_cli.base.version import VERSION
 from mx_cli.engine.buffers import Pool
 from mx_cli.engine.many import Bell, Member
@@ -234,8 +234,8 @@ def _clock(trip: float, difference: float) -> Capability:
 
 def _route(address: str, facts: Mapping[str, Any]) -> Capability:
     """From which address of this host packets leave, and whether both sides have RDMA."""
-    here = _local_address(address)
-    name = _interface_of(here)
+    here = source_address(*split_address(address))
+    name = interface_of(here)
     rdma = RDMA_DEVICES.is_dir(), bool(facts.get("rdma"))
     near = share_memory(host_facts(), facts)
     sides = {(True, True): "RDMA on both sides", (False, False): "no RDMA on either side"}
@@ -246,7 +246,7 @@ def _route(address: str, facts: Mapping[str, Any]) -> Capability:
 
 
 def _mtu(address: str, facts: Mapping[str, Any]) -> Capability:
-    here, there = machine.mtu(_interface_of(_local_address(address))), int(facts.get("mtu", 0))
+    here, there = machine.mtu(interface_of(source_address(*split_address(address)))), int(facts.get("mtu", 0))
     told = {"here": here, "there": there}
     if not there:
         return Capability("mtu", OK, f"{here} here, not told there", facts=told)
@@ -329,31 +329,12 @@ def _targets(holding: Holding) -> tuple[int, Sequence[Extent]]:
     return at, rows
 
 
-def _local_address(address: str) -> str:
-    """Connecting a datagram socket sends nothing: it asks the routing table."""
-    host, port = split_address(address)
-    try:
-        family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as sock:
-            sock.connect(place)
-            return str(sock.getsockname()[0])
-    except OSError:
-        return ""
-
-
-def _interface_of(address: str) -> str:
-    try:
-        return next((one.name for one in interfaces() if one.address == address), "")
-    except OSError:
-        return ""
-
-
 def _mtu_of(host: str) -> int:
     try:
         known = socket.gethostbyname(host) if ":" not in host else host
     except OSError:
         return 0
-    return machine.mtu(_interface_of(known))
+    return machine.mtu(interface_of(known))
 
 
 def _milliseconds(seconds: float) -> str:
