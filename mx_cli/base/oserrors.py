@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from pathlib import Path
 
 from mx_cli.base.errors import FilesystemRefused, MxError, NoSpace
 
@@ -20,10 +21,19 @@ def explain(error: OSError, what: str) -> MxError:
     if error.errno in (errno.EACCES, errno.EPERM):
         groups = ",".join(map(str, sorted({os.getgid(), *os.getgroups()})))
         said += f" (this process is uid {os.geteuid()}, groups {groups})"
-    return FilesystemRefused(f"{what}: {said}")
+    many = error.errno in (errno.EMFILE, errno.ENFILE)
+    return FilesystemRefused(f"{what}: {said}", hint="more open files: ulimit -n 65536" if many else "")
 
 
 def reason(error: Exception) -> str:
     """An error of a library or the system in its own words."""
     text = str(error) or type(error).__name__
     return (error.strerror or text) if isinstance(error, OSError) else text
+
+
+def in_the_way(directory: Path) -> str:
+    """What keeps a directory from being there: the first on its path that is something else. Empty when nothing does."""
+    for place in (*reversed(directory.parents), directory):
+        if os.path.lexists(place) and not os.path.isdir(place):
+            return f"{place} is a link that leads nowhere" if place.is_symlink() else f"{place} is not a directory"
+    return ""

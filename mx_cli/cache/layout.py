@@ -35,12 +35,14 @@ from typing import Any, TypeVar
 
 from mx_cli.base import canonical
 from mx_cli.base.errors import FilesystemRefused, MxError, UsageError
-from mx_cli.base.oserrors import explain
+from mx_cli.base.oserrors import explain, in_the_way
 from mx_cli.base.temporary import temporary_in
 
 FORMAT = 1
 UNVERSIONED = "none"
 TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# A cache of mx. Backup programs may leave it out.\n"
+OWN = frozenset({"CACHEDIR.TAG", "format", "models", "peers", "digests"})
+"""The names in a cache root that are mx's."""
 HIDDEN = frozenset({errno.ENOENT, errno.ESTALE})
 NO_FILE = frozenset({errno.EISDIR, errno.EINVAL, errno.ENXIO})
 """What reading says where a directory, a pipe or a device has a file's name."""
@@ -102,7 +104,9 @@ def make_dirs(directory: Path) -> None:
 
 
 def refused(error: OSError, what: str, path: Path) -> FilesystemRefused:
-    """The refusal with the state of the nearest directory that exists."""
+    """The refusal with the state of the nearest directory that exists, or with what has its place."""
+    if error.errno in (errno.EEXIST, errno.ENOTDIR, errno.ELOOP) and (why := in_the_way(path)):
+        return FilesystemRefused(f"{what}: {why}", hint="choose another place, or move it away")
     found = explain(error, what)
     if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
         raise found
@@ -240,8 +244,8 @@ class Cache:
         self._share_with_group()
 
     def _check_format(self) -> None:
-        if os.path.exists(self.root) and not os.path.isdir(self.root):
-            raise FilesystemRefused(f"the cache {self.root} is not a directory", hint="choose another --cache-dir")
+        if why := in_the_way(self.root):
+            raise FilesystemRefused(f"the cache {self.root}: {why}", hint="choose another --cache-dir")
         data = read_json(self.root / "format")
         needs = [data.get(name, FORMAT) if isinstance(data, dict) else FORMAT for name in ("reads_need", "writes_need")]
         if not all(isinstance(need, int) for need in needs):

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from mx_cli.base.config import read_path
 from mx_cli.base.errors import UsageError
 from mx_cli.cli.become import become, check_program, check_stray
 from mx_cli.cli.options import CACHE, ELECTION, ORIGIN, PEER, PEERS, TRANSFER, command
+from mx_cli.cli.places import apart, place
 from mx_cli.cli.session import Session
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def prefetch(
 ) -> None:
     """Bring a checkpoint into the shared cache, once; print its directory."""
     from mx_cli.flows import prefetch as flow
-    from mx_cli.flows.deliver import withdraw_result
+    from mx_cli.flows.deliver import prepare_result
     from mx_cli.flows.request import Request
 
     if pin is not None and not (pin and pin.isprintable()):
@@ -72,14 +72,13 @@ def prefetch(
         everything=everything,
         verify=verify,
         pin=pin,
-        to=_place("--to", to),
-        link=_place("--link", link),
+        to=place("--to", to),
+        link=place("--link", link),
         sources=tuple(word.strip() for word in (from_ or "").split(",") if word.strip()),
         hf_cache=None if hf_cache is None else Path(hf_cache),
     )
-    result_file = _place("--result", result)
-    if result_file and result_file in (request.to, request.link):
-        raise UsageError(f"--result {result} and --{'to' if result_file == request.to else 'link'} are the same path")
+    result_file = place("--result", result)
+    apart({"--result": result_file, "--to": request.to, "--link": request.link})
     if dry_run:
         preview = flow.preview(request, context)
         session.answer(preview.text(), preview.to_json())
@@ -87,20 +86,12 @@ def prefetch(
     if cmd:
         check_program(cmd[0], session.resolved.environ)
     if result_file:
-        # Who finds it knows that this run has succeeded.
-        withdraw_result(result_file)
+        prepare_result("--result", result_file, context.cache().root)
     outcome = flow.prefetch(request, context)
     _report(session, outcome, result_file, bool(cmd))
     if cmd:
         identity = outcome.identity.get("content") or outcome.identity.get("origin") or ""
         become(session, cmd, outcome.directory, identity)
-
-
-def _place(option: str, text: str | None) -> Path | None:
-    """The path that an option names. An empty one is a variable that the caller forgot to set, and is refused."""
-    if text == "":
-        raise UsageError(f"{option} is empty", hint="leave it out, or give a path")
-    return None if text is None else read_path(text)
 
 
 def _report(session: Session, outcome: Outcome, result: Path | None, has_command: bool) -> None:

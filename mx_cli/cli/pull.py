@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Optional
 import typer
 
 from mx_cli.base import units
-from mx_cli.base.config import read_path
 from mx_cli.cli.become import become, check_program, check_stray
 from mx_cli.cli.listening import DRAIN_TIMEOUT, LISTEN, MAX_READERS, Advertise, DrainTimeout, Listen, MaxReaders
 from mx_cli.cli.options import CACHE, ELECTION, ORIGIN, PEER, PEERS, TRANSFER, command
+from mx_cli.cli.places import apart, place
 from mx_cli.cli.render.table import table
 from mx_cli.cli.session import Session
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from mx_cli.flows.context import Context
     from mx_cli.flows.pull import PullOutcome, PullRequest
     from mx_cli.flows.pull_plan import Plan
@@ -104,12 +106,13 @@ def pull(
     if cmd:
         check_program(cmd[0], session.resolved.environ)
     wish = Wish(tuple(peer or ()), path, frozenset(_words(require)))
-    place = read_path(to) if to else None
-    request = flow.PullRequest(model, wish, revision or None, origin, place, tuple(_words(route)))
+    directory, result_file = place("--to", to), place("--result", result)
+    apart({"--result": result_file, "--to": directory})
+    request = flow.PullRequest(model, wish, revision or None, origin, directory, tuple(_words(route)))
     if dry_run:
         _plan(session, context, request, rank, rules)
         return
-    answer = _Answer(session, cmd or [], result)
+    answer = _Answer(session, cmd or [], result_file, context.cache().root)
     if then_serve:
         from mx_cli.flows.serve import pull_then_serve
 
@@ -142,14 +145,13 @@ def _check_together(cmd: MANY, then_serve: bool, rank: TEXT, rules: TEXT, to: TE
 class _Answer:
     """What follows a pull that has succeeded: the result in a file and on stdout, or the command."""
 
-    def __init__(self, session: Session, cmd: list[str], result: str | None) -> None:
+    def __init__(self, session: Session, cmd: list[str], result: Path | None, root: Path) -> None:
         """Takes away the result of an earlier run."""
-        from mx_cli.flows.deliver import withdraw_result
+        from mx_cli.flows.deliver import prepare_result
 
-        self._session, self._cmd = session, cmd
-        self._result = read_path(result) if result else None
-        if self._result:
-            withdraw_result(self._result)
+        self._session, self._cmd, self._result = session, cmd, result
+        if result:
+            prepare_result("--result", result, root)
 
     def give(self, outcome: PullOutcome) -> None:
         from mx_cli.base.events import Notice

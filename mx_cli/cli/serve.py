@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from mx_cli.base.config import read_path
 from mx_cli.base.units import parse_duration
 from mx_cli.cli.listening import DRAIN_TIMEOUT, LISTEN, MAX_READERS, Advertise, DrainTimeout, Listen, MaxReaders
 from mx_cli.cli.options import CACHE, ELECTION, ORIGIN, PEER, PEERS, TRANSFER, command
+from mx_cli.cli.places import place
 from mx_cli.cli.session import Session
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def serve(
     """Offer weights to peers: from disk, host memory or GPU memory. Runs until it is stopped."""
     from mx_cli.base.errors import FilesystemRefused
     from mx_cli.flows import serve as flow
-    from mx_cli.flows.deliver import withdraw_result, write_result
+    from mx_cli.flows.deliver import prepare_result, withdraw_result, write_result
     from mx_cli.flows.serving import Offer
 
     drain = parse_duration(drain_timeout)
@@ -61,10 +61,10 @@ def serve(
         advertise=advertise,
         slots=max_readers,
         name=name,
-        tls_cert=read_path(tls_cert) if tls_cert else None,
-        tls_key=read_path(tls_key) if tls_key else None,
+        tls_cert=place("--tls-cert", tls_cert),
+        tls_key=place("--tls-key", tls_key),
     )
-    file = read_path(ready_file) if ready_file else None
+    file = place("--ready-file", ready_file)
     request = flow.ServeRequest(model, offer, revision, device, drain)
 
     def on_ready(ready: Ready) -> None:
@@ -76,7 +76,7 @@ def serve(
 
     if file:
         # A life that was killed left it.
-        withdraw_result(file)
+        prepare_result("--ready-file", file, context.cache().root)
     try:
         flow.serve(request, context, on_ready)
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import time
@@ -16,7 +17,7 @@ from mx_cli.base.config import Settings, read_path
 from mx_cli.base.errors import FilesystemRefused, UsageError
 from mx_cli.base.oserrors import explain
 from mx_cli.base.temporary import temporary_in
-from mx_cli.cache.layout import Cache, Model, make_dirs, ref_file, write_atomic
+from mx_cli.cache.layout import OWN, Cache, Model, make_dirs, ref_file, refused, write_atomic
 from mx_cli.flows.hash import is_local
 from mx_cli.flows.request import Request
 from mx_cli.model.manifest import FileRecord, Manifest
@@ -25,9 +26,13 @@ from mx_cli.sources.files import LEFT_OUT
 
 
 def check(request: Request, uri: str, root: Path) -> None:
-    """Refuse, before anything is fetched, what could not be delivered. Raises UsageError."""
+    """Refuse, before anything is fetched, what could not be delivered. Raises UsageError, FilesystemRefused."""
     if request.link:
-        place_of_link(request.link)
+        link_place = place_of_link(request.link)
+        _check_outside("--link", link_place, root)
+        _check_writable("--link", link_place.parent)
+    if request.to and not os.path.isdir(request.to):
+        _check_writable("--to", request.to)
     if request.to and _below(request.to, root) is not None:
         raise UsageError(f"--to {request.to} lies inside the cache {root}", hint="the cache's own directories are mx's")
     origin = _directory_of(uri)
@@ -39,6 +44,40 @@ def check(request: Request, uri: str, root: Path) -> None:
                 raise UsageError(f"{name} {place} lies inside the origin {origin}", hint="choose another place for it")
     if request.hf_cache is not None:
         check_hub(uri)
+
+
+def prepare_result(option: str, path: Path, root: Path) -> None:
+    """Take away the document of an earlier run: who finds one knows that this run has succeeded.
+
+    Raises UsageError, FilesystemRefused where none could be written at the end.
+    """
+    if path.is_dir():
+        raise UsageError(f"{option} {path} is a directory", hint=f"{option} {path / 'result.json'}")
+    if not _is_stream(path):
+        _check_outside(option, path, root)
+        _check_writable(option, path.parent)
+    withdraw_result(path)
+
+
+def _check_outside(option: str, path: Path, root: Path) -> None:
+    """The cache's own files are written by the election alone; beside them, in its root, is room for others."""
+    parts = _below(path.parent, root)
+    own = parts[0] if parts else path.name
+    if parts is not None and own in OWN:
+        raise UsageError(
+            f"{option} {path} lies inside the cache {root}", hint=f"{option} {root / 'NAME'}, or elsewhere"
+        )
+
+
+def _check_writable(option: str, directory: Path) -> None:
+    near = next(place for place in (directory, *directory.parents) if os.path.lexists(place))
+    number = 0
+    if not os.path.isdir(near):
+        number = errno.ENOTDIR
+    elif not os.access(near, os.W_OK | os.X_OK):
+        number = errno.EROFS if os.statvfs(near).f_flag & os.ST_RDONLY else errno.EACCES
+    if number:
+        raise refused(OSError(number, os.strerror(number)), f"writing to {option} {directory}", near)
 
 
 def _directory_of(model: str) -> Path | None:
@@ -93,7 +132,7 @@ def withdraw_result(path: Path) -> None:
 
 def write_result(path: Path, document: Mapping[str, Any]) -> None:
     """The JSON document, in one step; written into a device or a pipe (/dev/stdout), never put in its place."""
-    data = json.dumps(document, ensure_ascii=False).encode() + b"\n"
+    data = json.dumps(document).encode() + b"\n"
     make_dirs(path.parent)
     try:
         if _is_stream(path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -758,6 +759,70 @@ def test_a_result_where_something_else_will_be_is_refused(mx: Mx, hub: servers.H
         assert "same path" in result.err
     assert os.listdir(tmp_path / "mx" / "home") == []
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("where", ["file", "file/new", "link", "link/new", "circle"])
+def test_a_directory_that_cannot_be_is_refused_before_the_download(
+    mx: Mx, hub: servers.Hub, tmp_path: Path, where: str
+) -> None:
+    hub.commit(SMALL)
+    (tmp_path / "file").write_bytes(b"")
+    (tmp_path / "link").symlink_to("nowhere")
+    (tmp_path / "circle").symlink_to("circle")
+    for option in ("--to", "--cache-dir"):
+        said = mx("prefetch", hub.uri, option, tmp_path / where, env=hub.env).exits(21).err
+        assert f"{tmp_path / where.split('/')[0]} is " in said
+        assert re.search("is not a directory|is a link that leads nowhere", said)
+        assert "hint: choose another" in said
+    assert "nowhere" in mx("cache", "ls", "--cache-dir", tmp_path / "link").exits(21).err
+    assert hub.bytes_served("model") == 0
+
+
+def test_a_result_that_cannot_be_written_is_refused_before_the_download(
+    mx: Mx, hub: servers.Hub, tmp_path: Path
+) -> None:
+    hub.commit(SMALL)
+    (tmp_path / "file").write_bytes(b"")
+    for place, code in ((Path("/"), 2), (tmp_path, 2), (tmp_path / "file" / "new", 21)):
+        result = mx("prefetch", hub.uri, "--result", place, env=hub.env).exits(code)
+        assert "Traceback" not in result.err
+    assert hub.bytes_served("model") == 0
+
+
+@capability("root", "setpriv")
+def test_what_only_another_user_may_write_is_refused_before_the_download(
+    mx: Mx, hub: servers.Hub, tmp_path: Path
+) -> None:
+    hub.commit(SMALL)
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o755)
+    os.chown(closed, 1, 1)
+    no_override = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")
+    for option in ("--to", "--link", "--result"):
+        said = mx("prefetch", hub.uri, option, closed / "x", env=hub.env, prefix=no_override).exits(21).err
+        assert f"{option} {closed}" in said
+        assert f"{closed} belongs to 1:1, mode 0755" in said
+    assert hub.bytes_served("model") == 0
+
+
+def test_nothing_is_left_among_the_files_of_the_cache(mx: Mx, hub: servers.Hub) -> None:
+    """A result in the place of a snapshot's config.json would be what the engine reads."""
+    hub.commit(SMALL)
+    snapshot = Path(mx("prefetch", hub.uri, "--json", env=hub.env).ok().json()["dir"])
+    before = cachecheck.sums(SMALL)
+    for place in (snapshot / "config.json", snapshot / "new", mx.cache / "models" / "new", mx.cache / "format"):
+        for option in ("--link", "--result"):
+            assert "cache" in mx("prefetch", hub.uri, option, place, env=hub.env).exits(2).err or option == "--link"
+    assert tree(snapshot) == before
+    mx("prefetch", hub.uri, "--link", mx.cache / "current", "--result", mx.cache / "result.json", env=hub.env).ok()
+    mx("cache", "verify").ok()
+
+
+def test_a_result_of_a_name_that_is_not_unicode(mx: Mx, hub: servers.Hub, tmp_path: Path) -> None:
+    hub.commit(SMALL)
+    cache = Path(os.fsdecode(os.fsencode(tmp_path) + b"/c\xff"))
+    mx("prefetch", hub.uri, "--cache-dir", cache, "--result", tmp_path / "r.json", env=hub.env).ok()
+    assert Path(json.loads((tmp_path / "r.json").read_text())["dir"]).is_relative_to(cache)
 
 
 @pytest.mark.parametrize("where", [".", "sub", "sub/new"])
