@@ -26,10 +26,10 @@ from mx_cli.cache.layout import make_dirs, names, sync_directory
 from mx_cli.cache.lease import Lease
 from mx_cli.cache.reuse import duplicate, link_in_place
 from mx_cli.engine.meter import Meter
-from mx_cli.engine.verify import WholeDigest, read_through
 from mx_cli.flows.context import Context
 from mx_cli.flows.progress import watching
 from mx_cli.flows.term import leading
+from mx_cli.flows.verify import digest_of
 from mx_cli.model.manifest import FileRecord
 
 LEASE = ".mx-lease"
@@ -181,19 +181,10 @@ class Filling:
         return self._known[record.path][1]
 
     def _is_same(self, target: Path, record: FileRecord) -> bool:
-        whole = WholeDigest()
-
-        def take(view: memoryview) -> None:
-            self._context.stop.check()
-            whole.update(view)
-
         try:
-            with open(target, "rb") as file:
-                read_through(file.fileno(), take)
+            return digest_of(target, self._context.stop.check) == record.xxh3
         except OSError:
             return False
-        whole.finish()
-        return whole.value == record.xxh3
 
 
 def _sweep(directory: Path) -> None:

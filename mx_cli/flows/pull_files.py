@@ -10,13 +10,13 @@ from mx_cli.base.oserrors import explain
 from mx_cli.engine.many import Bell, Many, Member
 from mx_cli.engine.ports import Source
 from mx_cli.engine.run import Limits
-from mx_cli.engine.verify import WholeDigest, read_through
 from mx_cli.flows.bounds import width
 from mx_cli.flows.context import Context
 from mx_cli.flows.new_directory import NewDirectory
 from mx_cli.flows.peering import Peering
 from mx_cli.flows.progress import watching
 from mx_cli.flows.refusals import telling
+from mx_cli.flows.verify import digest_of
 from mx_cli.flows.whole_files import WholeFiles
 from mx_cli.transport.peer import ITEM
 
@@ -80,16 +80,7 @@ def _fill(work: Path, peering: Peering, context: Context) -> list[Member]:
 
 
 def _digest(path: Path, context: Context) -> str:
-    whole = WholeDigest()
-
-    def take(view: memoryview) -> None:
-        context.stop.check()
-        whole.update(view)
-
     try:
-        with open(path, "rb") as file:
-            read_through(file.fileno(), take)
+        return digest_of(path, context.stop.check)
     except OSError as error:
         raise explain(error, f"looking at {path}") from None
-    whole.finish()
-    return whole.value
