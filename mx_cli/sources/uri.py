@@ -209,7 +209,7 @@ def _http(text: str) -> Uri:
         raise UsageError(f"{redact.url(text)}: no host")
     scheme = parts.scheme.lower()
     netloc = _netloc(scheme, host, port)
-    path = quote(parts.path or "/", safe="/%!$&'()*+,;=:@~-._")
+    path = encode_path(parts.path)
     user = parts.netloc.rpartition("@")[0]
     url = urlunsplit((scheme, f"{user}@{netloc}" if user else netloc, path, parts.query, ""))
     kept = _without_signatures(parts.query)
@@ -222,7 +222,17 @@ def _without_signatures(query: str) -> str:
     names = {pair.partition("=")[0] for pair in pairs}
     drop = _AZURE if "sig" in names else frozenset({"sig"})
     kept = [p for p in pairs if not _SIGNATURE.fullmatch(p.partition("=")[0]) and p.partition("=")[0] not in drop]
-    return quote("&".join(kept), safe="/?%!$&'()*+,;=:@~-._[]{}|^`")
+    return encode_query("&".join(kept))
+
+
+def encode_path(path: str) -> str:
+    """A URL's path as it goes over the wire: what is encoded already stays so."""
+    return quote(path or "/", safe="/%!$&'()*+,;=:@~-._")
+
+
+def encode_query(query: str) -> str:
+    """The same for what follows the question mark."""
+    return quote(query, safe="/?%!$&'()*+,;=:@~-._[]{}|^`")
 
 
 def last_component(path: str) -> str:

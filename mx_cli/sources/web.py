@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from urllib.parse import quote, urljoin, urlsplit
+from urllib.parse import urljoin, urlsplit
 
 from mx_cli.base import redact
 from mx_cli.base.cancel import Stop
@@ -28,6 +28,7 @@ from mx_cli.sources.answers import (
     unsigned,
 )
 from mx_cli.sources.connect import Connections
+from mx_cli.sources.uri import encode_path, encode_query
 from mx_cli.sources.wire import Body, Head, Wire
 
 REDIRECTS = 8
@@ -218,9 +219,9 @@ class Web:
         parts = urlsplit(url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
         address = (parts.scheme, parts.hostname or "", port)
-        path = quote(parts.path or "/", safe="/%!$&'()*+,;=:@~-._")
+        path = encode_path(parts.path)
         if parts.query:
-            path += "?" + quote(parts.query, safe="/?%!$&'()*+,;=:@~-._[]{}|^`")
+            path += "?" + encode_query(parts.query)
         host = parts.netloc.rpartition("@")[2]
         extra = self.connections.plain_proxy(address)
         asked = path if extra is None else f"http://{host}{path}"
