@@ -28,27 +28,40 @@ class Aside:
     """Runs `module:function`, a generator of JSON values that takes one mapping. It begins at once.
 
     The function's stdout and stderr go nowhere. One that is late is told to stop, so that it can tidy up, and left alone.
+    Where no process can be had, there are no answers, and that is why.
     """
 
     def __init__(self, target: str, arguments: Mapping[str, Any], deadline: float) -> None:
-        """`deadline`: seconds from now. Raises OSError when no process can be had."""
+        """`deadline`: seconds from now."""
         self._end = time.monotonic() + deadline
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, target],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        self._process: subprocess.Popen[bytes] | None = None
+        self._refusal = ""
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, target],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._refusal = f"no process can be started for it ({error.strerror})"
+            return
         assert self._process.stdin
         with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
             stdin.write(json.dumps(arguments).encode())
+
+    @property
+    def began(self) -> bool:
+        return self._process is not None
 
     def answers(self, check: Callable[[], None] = lambda: None) -> tuple[list[Any], str]:
         """What it gave in time, and why it gave no more: empty when it came to its end. Blocks until the deadline.
 
         `check` is called now and then, and may raise.
         """
+        if self._process is None:
+            return [], self._refusal
         assert self._process.stdout
         fd, data, ended = self._process.stdout.fileno(), bytearray(), False
         try:
@@ -62,31 +75,33 @@ class Aside:
                     ended = not part
                 elif left <= 0:
                     break
-            why = self._ending() if ended else "no answer in time"
+            why = _ending(self._process) if ended else "no answer in time"
         finally:
             self._process.stdout.close()
-            self._stop()
+            _stop(self._process)
         lines = data.split(b"\n")[:-1]
         return [json.loads(line) for line in lines], why
 
-    def _stop(self) -> None:
-        if self._process.poll() is None:
-            self._process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_TIDY)
-                return
-            # What waits in the kernel hears of it when it comes back, and tidies up then.
-            if not _waits_in_kernel(self._process.pid):
-                self._process.kill()
 
-    def _ending(self) -> str:
-        try:
-            code = self._process.wait(1.0)
-        except subprocess.TimeoutExpired:
-            return "it does not end"
-        if code < 0:
-            return f"it crashed ({signal.Signals(-code).name})"
-        return f"it failed (exit code {code})" if code else ""
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_TIDY)
+            return
+        # What waits in the kernel hears of it when it comes back, and tidies up then.
+        if not _waits_in_kernel(process.pid):
+            process.kill()
+
+
+def _ending(process: subprocess.Popen[bytes]) -> str:
+    try:
+        code = process.wait(1.0)
+    except subprocess.TimeoutExpired:
+        return "it does not end"
+    if code < 0:
+        return f"it crashed ({signal.Signals(-code).name})"
+    return f"it failed (exit code {code})" if code else ""
 
 
 def _waits_in_kernel(pid: int) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 from mx_cli.base import canonical, redact
 from mx_cli.base.errors import MxError
+from mx_cli.base.threads import begin
 from mx_cli.cache.layout import names, write_private
 from mx_cli.cache.lease import Lease
 from mx_cli.engine.meter import Meter
@@ -41,7 +42,7 @@ class Beat:
 
     def __enter__(self) -> Beat:
         self._beat()
-        self._thread.start()
+        begin(self._thread)
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -19,6 +19,7 @@ from mx_cli.base.cancel import STOPPING, Stop
 from mx_cli.base.config import Resolved, Settings, asks_for_json, outlets, resolve
 from mx_cli.base.errors import FinishedWithWarnings, Interrupted, MissingCapability, MxError, UsageError
 from mx_cli.base.events import Event
+from mx_cli.base.threads import begin
 
 if TYPE_CHECKING:
     from mx_cli.cli.render import Renderer
@@ -100,7 +101,7 @@ class Session:
             self._found[signum] = signal.getsignal(signum)
             if signum != signal.SIGHUP or self._found[signum] != signal.SIG_IGN:
                 signal.signal(signum, self._on_signal)
-        threading.Thread(target=self._watch, name="stop", daemon=True).start()
+        begin(threading.Thread(target=self._watch, name="stop", daemon=True))
         for notice in self.resolved.notices:
             self._renderer.warning(notice)
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from mx_cli.base.errors import MxError, UsageError
+from mx_cli.base.threads import begin
 from mx_cli.engine.ports import Directory
 from mx_cli.model.record import DRAINING, Record
 
@@ -52,7 +53,7 @@ class Beating:
         whenever it comes.
         """
         with self._changed:
-            self._thread.start()
+            begin(self._thread)
             in_time = self._changed.wait_for(lambda: self._answered or self._closed, PATIENCE)
             self._starting = False
             hangs = not in_time and not self._failed

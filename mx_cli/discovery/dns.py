@@ -8,6 +8,7 @@ import threading
 
 from mx_cli.base.address import join_address
 from mx_cli.base.cancel import Stop
+from mx_cli.base.threads import begin
 from mx_cli.discovery.static import only_address
 from mx_cli.model.record import Record, Sighting
 
@@ -20,7 +21,7 @@ class _Lookup:
     def __init__(self, name: str, port: int) -> None:
         self._name, self._port = name, port
         self._answers: queue.SimpleQueue[list[str] | str] = queue.SimpleQueue()
-        threading.Thread(target=self._ask, name="resolve", daemon=True).start()
+        begin(threading.Thread(target=self._ask, name="resolve", daemon=True))
 
     def _ask(self) -> None:
         try:

@@ -9,8 +9,9 @@ from collections.abc import Callable
 
 import xxhash
 
-from mx_cli.base.errors import IntegrityError, MxError, TransportFailed, Unreachable
+from mx_cli.base.errors import IntegrityError, MxError, NoSpace, TransportFailed, Unreachable
 from mx_cli.base.oserrors import explain
+from mx_cli.base.threads import begin
 from mx_cli.engine.buffers import STEP, Buffers, Pool, at_address, run_at, scatter, write_at
 from mx_cli.engine.ports import (
     Block,
@@ -119,9 +120,23 @@ class Threads:
             self._waiting += 1
             spawn = self._threads < min(self._width, self._busy + self._waiting)
             self._threads += spawn
-        self._work.put(flight)
-        if spawn:
-            threading.Thread(target=self._serve, name=f"read-{self._threads}", daemon=True).start()
+        if not spawn or self._begin_thread(flight):
+            self._work.put(flight)
+
+    def _begin_thread(self, flight: Flight) -> bool:
+        """Whether there is a thread for it now. Those that are there do what one that cannot be had would have done."""
+        try:
+            begin(threading.Thread(target=self._serve, name=f"read-{self._threads}", daemon=True))
+        except NoSpace as error:
+            with self._lock:
+                self._threads -= 1
+                if self._threads:
+                    return True
+                self._waiting -= 1
+                del self._flights[flight.item]
+            self.tell(Done(flight.item, finished=True, error=error))
+            return False
+        return True
 
     def poll(self, timeout: float) -> list[Done]:
         found: list[Done] = []

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from mx_cli.base.cancel import Stop
 from mx_cli.base.errors import Interrupted
+from mx_cli.base.threads import begin_some
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -41,11 +42,10 @@ def side_by_side(call: Callable[[T], R], things: Sequence[T], width: int, stop: 
                 news.put((index, [], error))
         news.put(None)
 
-    running = min(width, len(things))
     found: dict[int, R] = {}
     errors: dict[int, BaseException] = {}
-    for number in range(running):
-        threading.Thread(target=work, name=f"side-{number}", daemon=True).start()
+    numbers = range(min(width, len(things)))
+    running = len(begin_some([threading.Thread(target=work, name=f"side-{n}", daemon=True) for n in numbers]))
     try:
         with stop.calling(lambda: news.put(None)):
             while running:

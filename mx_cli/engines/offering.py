@@ -10,6 +10,7 @@ from typing import Any
 
 from mx_cli.base import units
 from mx_cli.base.errors import MxError
+from mx_cli.base.threads import begin
 from mx_cli.engines.options import Options
 from mx_cli.engines.tensors import refuse_empty, refuse_hidden
 from mx_cli.engines.weights import Weights
@@ -91,7 +92,7 @@ class Offering:
         with self._lock:
             self._asked = True
             if self._tensors or self._directory:
-                threading.Thread(target=self._offer_if_asked, name="mx-offer", daemon=True).start()
+                begin(threading.Thread(target=self._offer_if_asked, name="mx-offer", daemon=True))
 
     def offer(self) -> None:
         """Offer what is held, if it still is what it was. Blocks while it is hashed; idempotent."""

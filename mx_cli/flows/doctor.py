@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mx_cli.base import machine, units
+from mx_cli.base import machine, threads, units
 from mx_cli.base.aside import Aside
 from mx_cli.base.capability import FAIL, OK, WARN, Capability, judged
 from mx_cli.base.config import FIELDS, SECRET
@@ -57,7 +57,7 @@ class _Probe:
         missing = self.names[len(rows) :] if why else ()
         for number, name in enumerate(missing):
             if number == 0:
-                rows.append(Capability(name, FAIL, why, self.hang))
+                rows.append(Capability(name, FAIL, why, self.hang if self.aside.began else threads.HINT))
             else:
                 rows.append(Capability(name, WARN, "not tried", f"first mend {missing[0]}"))
         return rows

@@ -12,6 +12,7 @@ from pathlib import Path
 from mx_cli.base.cancel import Stop
 from mx_cli.base.errors import IntegrityError, MxError, TransportFailed, Unreachable, UsageError
 from mx_cli.base.oserrors import explain
+from mx_cli.base.threads import begin
 from mx_cli.engine.ports import ReadItem, SourceCaps
 from mx_cli.flows.catalog import Catalog, catalog, catalog_of
 from mx_cli.flows.context import Context
@@ -44,6 +45,7 @@ class Fill:
             raise UsageError(f"{model} is on this machine: fill_cache is for a URI", hint="leave fill_cache out")
         self.uri, self.revision, self._context = model, revision or "", context
         self.torn = False
+        self._process = os.getpid()
         self._stop = Stop()
         self._changed = threading.Condition()
         self._listing: Listing | None = None
@@ -55,11 +57,14 @@ class Fill:
         self._thread = threading.Thread(target=self._fetch, name="fill-cache", daemon=True)
 
     def __enter__(self) -> Fill:
+        begin(self._thread)
         self._ends.enter_context(self._stop.following(self._context.stop))
-        self._thread.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
+        if os.getpid() != self._process:
+            # The thread and its connections are those of the process that this one was forked from.
+            return
         self._stop.request(UsageError("the reader of what is fetched was closed"))
         self._ends.close()
         self._thread.join(JOIN)

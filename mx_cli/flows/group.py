@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mx_cli.base.errors import IntegrityError
+from mx_cli.base.errors import IntegrityError, NoSpace
+from mx_cli.base.threads import begin
 from mx_cli.engine.many import Member
 from mx_cli.model.holding import Holding
 from mx_cli.transport.session import Grant, Session
@@ -82,7 +83,9 @@ class Group:
         for peer in self.peers:
             if peer.grant:
                 farewell = threading.Thread(target=peer.grant.release, args=(serving, verified), daemon=True)
-                farewell.start()
-                leaving.append((farewell, FAREWELL if peer.member and peer.member.failure else None))
+                # An unheard grant expires by itself.
+                with contextlib.suppress(NoSpace):
+                    begin(farewell)
+                    leaving.append((farewell, FAREWELL if peer.member and peer.member.failure else None))
         for farewell, limit in leaving:
             farewell.join(limit)

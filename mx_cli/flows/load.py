@@ -116,7 +116,7 @@ def _load(found: Catalog, origin: OpenOrigin, wish: _Wish, context: Context) -> 
     tensors: dict[str, Any] = {}
     # What lists no entries was read from a snapshot's manifest.
     if wish.device == HOST and found.directory and (wish.mapped or (wish.mapped is None and not found.entries)):
-        tensors = mapped_tensors(found, wanted)
+        tensors = mapped_tensors(found, wanted, context.stop)
     rest = [tensor.name for tensor in wanted if tensor.name not in tensors]
     if rest:
         _copy(found, origin, rest, wish.device, tensors, context)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from mx_cli.base import filesystem
+from mx_cli.base.cancel import Stop
 from mx_cli.base.errors import IntegrityError, OriginChanged
 from mx_cli.base.oserrors import explain
 from mx_cli.engine.run import cores
+from mx_cli.engine.together import side_by_side
 from mx_cli.flows.catalog import Catalog
 from mx_cli.model.checks import Check
 from mx_cli.model.holding import Holding, Tensor
@@ -23,7 +24,7 @@ WHOLE = 0.99
 """The part of a file that is in the page cache when it counts as being there."""
 
 
-def mapped_tensors(found: Catalog, chosen: Sequence[Tensor]) -> dict[str, Any]:
+def mapped_tensors(found: Catalog, chosen: Sequence[Tensor], stop: Stop) -> dict[str, Any]:
     """The tensors of `chosen` that lie in cached files of this machine, at addresses that suit them.
 
     Pages are private: what is written to a tensor changes no file. What others write to the file may change a tensor, so
@@ -38,7 +39,7 @@ def mapped_tensors(found: Catalog, chosen: Sequence[Tensor]) -> dict[str, Any]:
         view = _map(found, file)
         if view is None:
             continue
-        _verify(found.holding, file, view)
+        _verify(found.holding, file, view, stop)
         block = bytes_of(view)
         for tensor in chosen:
             if tensor.file == file and tensor.start % alignment(tensor.dtype) == 0:
@@ -70,7 +71,7 @@ def _map(found: Catalog, file: str) -> memoryview | None:
         raise explain(error, f"mapping {path}") from None
 
 
-def _verify(holding: Holding, file: str, view: memoryview) -> None:
+def _verify(holding: Holding, file: str, view: memoryview, stop: Stop) -> None:
     def compare(check: Check) -> None:
         observed = xxhash.xxh3_128_hexdigest(view[check.offset : check.end])
         if observed != check.expected:
@@ -80,7 +81,4 @@ def _verify(holding: Holding, file: str, view: memoryview) -> None:
                 hint="mx cache verify",
             )
 
-    checks = holding.checks(file)
-    if checks:
-        with ThreadPoolExecutor(cores()) as pool:
-            list(pool.map(compare, checks))
+    side_by_side(compare, holding.checks(file), cores(), stop)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from mx_cli.base.events import Progress
+from mx_cli.base.threads import begin
 from mx_cli.engine.meter import Meter
 from mx_cli.flows.context import Context
 
@@ -35,7 +36,7 @@ def watching(context: Context, work: Metered) -> Iterator[None]:
             show()
 
     thread = threading.Thread(target=tell, name="progress", daemon=True)
-    thread.start()
+    begin(thread)
     broke_off = True
     try:
         yield

@@ -88,10 +88,10 @@ class Serving:
                 self, known, certificate.sha256, offer.slots, context.settings.grant_ttl, lambda: bool(self._beating)
             )
             self._door = Door(listener, certificate.context, self.control.handle, is_data, self._report, self._break)
+            self._door.start()
         except BaseException:
             listener.close()
             raise
-        self._door.start()
         _lives[self.generation] = os.getpid()
 
     # -- what the control channel asks ---------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from typing import Any
 from mx_cli.base import canonical
 from mx_cli.base.cancel import Stop
 from mx_cli.base.errors import MxError, TransportFailed
+from mx_cli.base.threads import begin
 from mx_cli.engine.many import Bell, Member
 from mx_cli.engine.meter import Meter
 from mx_cli.engine.ports import ReadItem, Sink
@@ -265,12 +266,17 @@ class _Task:
 
     def __enter__(self) -> _Task:
         self._hooks.enter_context(self._stop.following(self._outer))
-        self._thread.start()
+        try:
+            begin(self._thread)
+        except MxError as error:
+            # The other ranks hear of it when they ask.
+            self._failure = error
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._stop.request(TransportFailed("given up"))
-        self._thread.join(JOIN)
+        if self._thread.ident is not None:
+            self._thread.join(JOIN)
         self._hooks.close()
 
     def done(self, seconds: float, enough: Callable[[], bool] = lambda: False) -> bool:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from mx_cli.base import units
 from mx_cli.base.cancel import Stop
 from mx_cli.base.errors import IntegrityError, MxError, NoSpace, TransportFailed, UsageError
+from mx_cli.base.threads import begin
 from mx_cli.engine.buffers import Pool
 from mx_cli.engine.many import Bell, Many, Member
 from mx_cli.engine.meter import Meter
@@ -54,7 +57,7 @@ def stream(
     for. `names`: only these. `settings`: as in `mx config`.
 
     `fill_cache`: what a URI gives is also kept, see `load`: all of it, while the tensors come, so a slow consumer holds up
-    only himself. What was handed out is verified when the iterator has ended, and not before.
+    only itself. What was handed out is verified when the iterator has ended, and not before.
 
     Blocks while it waits. Raises what `load` raises; NoSpace when the largest tensor does not fit into `memory`. Closing
     the iterator ends the reading.
@@ -68,10 +71,19 @@ def stream(
         yield from _filling(model, revision, names, limit, index, owned, context)
         return
     found, origin = catalog(model, revision, context)
-    try:
+    with _at_the_end(origin.close):
         yield from _stream(found, origin, names, limit, index, owned, context)
+
+
+@contextmanager
+def _at_the_end(act: Callable[[], None]) -> Iterator[None]:
+    """Call `act` after the block, unless this is a fork of the process that began it: threads and connections are that one's."""
+    process = os.getpid()
+    try:
+        yield
     finally:
-        origin.close()
+        if os.getpid() == process:
+            act()
 
 
 def _filling(
@@ -110,13 +122,19 @@ def _stream(
     reading = threading.Thread(
         target=_read, args=(found, groups, source, sink, limit - size, work, context), name="stream", daemon=True
     )
-    reading.start()
     try:
-        yield from _in_order(tensors, sink, _HandOut(device, owned))
-    finally:
+        begin(reading)
+    except MxError:
+        source.close()
+        raise
+
+    def end() -> None:
         work.request(UsageError("the stream was closed"))
         bell.ring()
         reading.join(JOIN)
+
+    with _at_the_end(end):
+        yield from _in_order(tensors, sink, _HandOut(device, owned))
 
 
 def _goes_straight(found: Catalog, device: int) -> bool:
@@ -187,7 +205,7 @@ def _ring_size(groups: Sequence[Group], limit: int, owns: bool) -> int:
         )
     most = limit - BESIDE
     if owns:
-        # The consumer still has a tensor when he asks for the next one.
+        # The consumer still has a tensor when it asks for the next one.
         most = max(largest, most - largest)
     return min(most, sum(map(Buffers.needed, groups)))
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from mx_cli.base.cancel import Stop
 from mx_cli.base.errors import IntegrityError, MxError
 from mx_cli.base.oserrors import explain
+from mx_cli.base.threads import begin_some
 from mx_cli.engine.buffers import write_at
 from mx_cli.engine.meter import Meter
 from mx_cli.engine.ports import Block, Dest, File, Host, ReadItem
@@ -92,9 +93,9 @@ class FileSink:
         self._failure: MxError | None = None
         self._closing = False
         self.suspects: list[Entry] = []
-        self._threads = [threading.Thread(target=self._serve, name=f"verify-{n}", daemon=True) for n in range(threads)]
-        for thread in self._threads:
-            thread.start()
+        self._threads = begin_some(
+            [threading.Thread(target=self._serve, name=f"verify-{n}", daemon=True) for n in range(threads)]
+        )
 
     # -- the port ------------------------------------------------------------------------------------------------
 

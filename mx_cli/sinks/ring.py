@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import os
 import queue
 import threading
 import weakref
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mx_cli.base.errors import MxError
+from mx_cli.base.errors import MxError, UsageError
 from mx_cli.engine.buffers import HUGE, Pool
 from mx_cli.engine.ports import Block, Memory, ReadItem
 from mx_cli.model.holding import HOST
@@ -82,6 +83,7 @@ class RingSink:
         self._room, self._device, self._put = room, device, put
         self._groups = list(groups)
         self._changed = threading.Condition()
+        self._process = os.getpid()
         self._next = 0
         self._failure: MxError | None = None
         self._by_file: dict[str, list[Group]] = {}
@@ -124,8 +126,10 @@ class RingSink:
     # -- the other side ------------------------------------------------------------------------------------------
 
     def take(self) -> Iterator[tuple[Group, Any]]:
-        """The groups in order, each with its bytes. Blocks; raises what `fail` was told."""
+        """The groups in order, each with its bytes. Blocks; raises what `fail` was told, and UsageError after a fork."""
         for group in self._groups:
+            if os.getpid() != self._process:
+                raise UsageError("this stream is of the process that this one was forked from", hint="stream in each")
             with self._changed:
                 while group.missing and self._failure is None:
                     self._changed.wait()

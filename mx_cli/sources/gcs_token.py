@@ -7,6 +7,7 @@ from typing import Any
 
 from mx_cli.base import redact
 from mx_cli.base.errors import AccessDenied, MissingCapability, Unreachable
+from mx_cli.base.threads import begin
 from mx_cli.sources.origin import Context
 
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_only"
@@ -63,7 +64,7 @@ class Token:
                 found.append(error)
 
         thread = threading.Thread(target=search, name="google-credentials", daemon=True)
-        thread.start()
+        begin(thread)
         thread.join(_SEARCH_SECONDS)
         if not found:
             raise AccessDenied(f"{self._shown}: no Google credentials found in {_SEARCH_SECONDS:g} s", hint=_ANON_HINT)

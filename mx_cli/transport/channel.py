@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from mx_cli.base.address import split_address
 from mx_cli.base.errors import AccessDenied, TransportFailed, Unreachable
 from mx_cli.base.oserrors import reason
+from mx_cli.base.threads import begin
 from mx_cli.base.tls_stream import TlsStream
 from mx_cli.transport import http1
 
@@ -173,7 +174,7 @@ def _within(sock: socket.socket, seconds: float) -> Iterator[None]:
     # Each byte that drips in would begin a time-out of the socket anew.
     timer = threading.Timer(seconds, cut)
     timer.daemon = True
-    timer.start()
+    begin(timer)
     try:
         yield
     finally:

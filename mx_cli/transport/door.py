@@ -20,7 +20,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 
-from mx_cli.base.errors import MxError
+from mx_cli.base.errors import MxError, NoSpace
+from mx_cli.base.threads import begin
 from mx_cli.transport import http1
 from mx_cli.transport.connection import RECORD, Connection, Gone, Limits
 from mx_cli.transport.http1 import Refused, Request, Response
@@ -98,7 +99,7 @@ class Door:
         self._waker.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._woken, selectors.EVENT_READ, self._take_back)
-        self._thread.start()
+        begin(self._thread)
 
     def close(self) -> None:
         """Stop listening and break off every connection. Idempotent; waits for the lobby, not for answers under way."""
@@ -242,7 +243,11 @@ class Door:
         self._strangers.pop(connection, None)
         connection.in_lobby = False
         workers = self._data if self._is_data(request) else self._control
-        workers.do(lambda: self._answer(connection, request))
+        try:
+            workers.do(lambda: self._answer(connection, request))
+        except NoSpace:
+            connection.in_lobby = True
+            raise Refused(503) from None
 
     def _whole_request(self, connection: Connection) -> Request | None:
         data = connection.data

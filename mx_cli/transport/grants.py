@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mx_cli.base.errors import NotFound
+from mx_cli.base.threads import begin
 from mx_cli.transport.protocol import POLL
 
 _TICKET_LIFE = 5 * POLL
@@ -70,13 +71,14 @@ class Grants:
             position = list(self._queue).index(ticket)
             if position >= self.slots - len(self._open):
                 return Place(ticket, position)
+            if self._expirer is None:
+                expirer = threading.Thread(target=self._expire, name="mx-grants", daemon=True)
+                begin(expirer)
+                self._expirer = expirer
             del self._queue[ticket]
             grant = secrets.token_hex(16)
             self._open[grant] = _Grant(self._clock() + self.ttl, reader)
             self.given += 1
-            if self._expirer is None:
-                self._expirer = threading.Thread(target=self._expire, name="mx-grants", daemon=True)
-                self._expirer.start()
             self._changed.notify_all()
             return grant
 

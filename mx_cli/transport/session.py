@@ -23,6 +23,7 @@ from mx_cli.base.errors import (
     Unreachable,
     UsageError,
 )
+from mx_cli.base.threads import begin
 from mx_cli.model.holding import Holding
 from mx_cli.transport import secret
 from mx_cli.transport.answers import (
@@ -293,7 +294,7 @@ class Grant:
         self.failure: MxError | None = None
         self._ended = threading.Event()
         self._learn(answer)
-        threading.Thread(target=self._beat, name="mx-grant", daemon=True).start()
+        begin(threading.Thread(target=self._beat, name="mx-grant", daemon=True))
 
     def release(self, serving: str = "", verified: int = 0) -> None:
         """Give the slot back. Idempotent; blocks for some seconds at most, and raises nothing: an unheard one expires."""

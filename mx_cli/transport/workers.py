@@ -6,6 +6,9 @@ import queue
 import threading
 from collections.abc import Callable
 
+from mx_cli.base.errors import NoSpace
+from mx_cli.base.threads import begin
+
 
 class Workers:
     """Threads are started when they are needed, and stay. They are daemons: nothing that hangs keeps a process alive."""
@@ -19,13 +22,26 @@ class Workers:
         self._waiting = 0
 
     def do(self, job: Callable[[], None]) -> None:
-        """Have the job done by some thread; does not block. What a job raises ends its thread and is reported as usual."""
+        """Have the job done by some thread; does not block. What a job raises ends its thread and is reported as usual.
+
+        Raises NoSpace when there is no thread and none can be started.
+        """
         with self._lock:
             grow = self._jobs.qsize() >= self._waiting and self._threads < self._limit
             self._threads += grow
-        self._jobs.put(job)
         if grow:
-            threading.Thread(target=self._run, name=self._name, daemon=True).start()
+            self._begin_thread()
+        self._jobs.put(job)
+
+    def _begin_thread(self) -> None:
+        try:
+            begin(threading.Thread(target=self._run, name=self._name, daemon=True))
+        except NoSpace:
+            with self._lock:
+                self._threads -= 1
+                if self._threads:
+                    return
+            raise
 
     def _run(self) -> None:
         try:

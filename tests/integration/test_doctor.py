@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -206,6 +207,19 @@ def _daemon_of(place: Path) -> int:
 
 
 # --- a function in a process of its own ----------------------------------------------------------------------------
+
+
+def test_where_no_process_can_be_had() -> None:
+    """A container may have few processes, and few open files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        probe = Aside("tests.integration.asides:two", {"first": 1}, 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        os.close(free)
+    assert probe.answers() == ([], "no process can be started for it (Too many open files)")
 
 
 def test_a_function_that_crashes_or_fails_is_told_with_what_it_gave() -> None:

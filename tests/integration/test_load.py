@@ -313,6 +313,105 @@ def test_an_abandoned_stream_ends_its_thread_and_connections() -> None:
         assert server.sent < server.length
 
 
+FORKED = """
+import os, sys, mx_cli
+from mx_cli.base.errors import UsageError
+found = mx_cli.stream(sys.argv[1], memory=64 << 20, max_connections=2)
+first = next(found)[0]
+child = os.fork()
+if child == 0:
+    if sys.argv[2] == "use":
+        try:
+            next(found)
+        except UsageError as error:
+            os._exit(7 if "forked" in error.what else 1)
+    else:
+        found.close()
+        os._exit(7)
+    os._exit(2)
+ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+print(ended, len({first, *(name for name, _ in found)}))
+"""
+
+
+@pytest.mark.parametrize("what", ["use", "close"])
+def test_a_stream_is_that_of_one_process(what: str) -> None:
+    """A fork has no thread that reads, and shares the connections of the process that has one."""
+    with big_file(24, 4 * MIB) as server:
+        done = subprocess.run(
+            [sys.executable, "-c", FORKED, server.url, what], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.stdout.split() == ["7", "24"], done.stderr
+        assert server.sent <= server.length + MIB
+
+
+FEW_THREADS = """
+import sys, threading, mx_cli
+from mx_cli.base.errors import MxError
+model, most = sys.argv[1], int(sys.argv[2])
+begin = threading.Thread.start
+left = [most]
+def start(thread):
+    left[0] -= 1
+    # What the system says when a thread's stack cannot be had: no address space is that large.
+    threading.stack_size((1 << 46) if left[0] < 0 else 0)
+    begin(thread)
+threading.Thread.start = start
+for way in (lambda: len(mx_cli.load(model)), lambda: sum(1 for _ in mx_cli.stream(model))):
+    left[0] = most
+    try:
+        print(way())
+    except MxError as error:
+        print("cannot be started" in error.what)
+"""
+
+
+def test_fewer_threads_than_there_is_work_for(tmp_path: Path) -> None:
+    """One is enough of each kind; where there is none, that is said."""
+    make_checkpoint(tmp_path / "model", shards=8, size=64 * MIB)
+
+    def run(most: int) -> list[str]:
+        command = [sys.executable, "-c", FEW_THREADS, str(tmp_path / "model"), str(most)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    assert run(0) == ["True", "True"]
+    assert run(1) == ["True", "True"]
+    assert run(9) == ["16", "True"]
+    assert run(10) == ["16", "16"]
+
+
+def test_no_weights_is_not_nothing(way: Callable[..., dict[str, Any]], mx: Mx, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "model.safetensors.part").write_bytes(b"half")
+    with pytest.raises(NotFound, match="no weights"):
+        way(tmp_path / "model")
+    snapshot = mx("prefetch", str(tmp_path / "model")).ok().out.strip()
+    with pytest.raises(NotFound, match="no weights"):
+        way(snapshot, cache_dir=str(mx.cache))
+
+
+def test_rules_that_are_hostile(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model")
+    (tmp_path / "rules.json").write_bytes(b"[" * 100_000)
+    with pytest.raises(UsageError, match=r"rules\.json: offset 128, .*nested deeper"):
+        load(tmp_path / "model", rank="0/2", rules=tmp_path / "rules.json")
+
+
+def test_too_few_open_files_have_a_way_out(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model", shards=40)
+    code = (
+        "import resource, sys, mx_cli; resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32)); mx_cli.load(sys.argv[1])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "model")], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "Too many open files" in done.stderr
+    assert "hint: more open files: ulimit -n" in done.stderr
+
+
 def test_too_little_memory_is_said(tmp_path: Path) -> None:
     make_safetensors(tmp_path / "model.safetensors", {"large": ("U8", [40 * MIB], None)})
     with pytest.raises(NoSpace, match="needs"):
