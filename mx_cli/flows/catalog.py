@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mx_cli.base.errors import IntegrityError, UsageError
+from mx_cli.base.errors import IntegrityError, NotFound, UsageError
+from mx_cli.base.oserrors import explain
 from mx_cli.engine.many import Bell, Member
 from mx_cli.engine.ports import ReadItem
 from mx_cli.engine.retry import patiently
@@ -79,6 +80,8 @@ def catalog_of(listing: Listing, origin: OpenOrigin, directory: Path | None, con
     entries = {entry.path: entry for entry in listing.files}
     wanted = usual_of(listing, origin)
     weights = sorted(wanted.prefixes)
+    if not weights:
+        raise _no_weights(listing.uri)
     if other := [path for path in weights if not path.endswith(".safetensors")]:
         raise UsageError(
             f"{other[0]} is not safetensors: its tensors cannot be read one by one", hint="mx prefetch brings the files"
@@ -148,19 +151,37 @@ def _holding(listing: Listing, wanted: Wanted, headers: dict[str, Header]) -> Ho
 
 
 def _only_tensors(holding: Holding) -> Holding:
+    if not holding.manifest.weights:
+        raise _no_weights(holding.manifest.uri)
     others = sorted({tensor.file for tensor in holding.tensors if tensor.dtype == "file"})
     if others:
         raise UsageError(f"{others[0]} is not safetensors: its tensors cannot be read one by one")
     return holding
 
 
+def _no_weights(uri: str) -> NotFound:
+    return NotFound(f"{uri}: no weights among its files", hint="mx prefetch brings what is there")
+
+
 def found_config(found: Catalog, origin: OpenOrigin) -> Mapping[str, Any] | None:
     """The checkpoint's config.json, None where there is none. A small read."""
     if found.directory is not None:
-        path = found.directory / CONFIG
-        return config_of(path.read_bytes() if path.is_file() else None)
+        return local_config(found.directory)
     entry = found.entries.get(CONFIG)
     return config_of(origin.read(entry, CONFIG_LIMIT) if entry else None)
+
+
+def local_config(directory: Path) -> Mapping[str, Any] | None:
+    """The config.json of a directory, None where there is none. A small read."""
+    path = directory / CONFIG
+    return config_of(_content(path) if path.is_file() else None)
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise explain(error, f"reading {path}") from None
 
 
 def member(found: Catalog, origin: OpenOrigin, bell: Bell, context: Context, device: int = HOST) -> Member:
@@ -175,5 +196,5 @@ def files_beside(found: Catalog, origin: OpenOrigin) -> dict[str, Callable[[], b
     """What reads each file that is wanted beside the weights (configuration, tokenizer), by path. Small reads; they block."""
     if found.directory is not None:
         place = found.directory
-        return {path: (place / path).read_bytes for path in found.beside if (place / path).is_file()}
+        return {path: functools.partial(_content, place / path) for path in found.beside if (place / path).is_file()}
     return {path: functools.partial(origin.read, found.entries[path], READ_LIMIT) for path in found.beside}

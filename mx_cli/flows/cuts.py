@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mx_cli.base.errors import UsageError
-from mx_cli.model import hf_config
+from mx_cli.model import hf_config, json_strict
 from mx_cli.model.share import Share
 from mx_cli.plan.families import NAMES, built_in, family_of
 from mx_cli.plan.shards import Rules
@@ -79,10 +78,10 @@ def _rule_file(rules: Any) -> Rules:
         raise UsageError(f"not rules: {rules!r}", hint=f"{', '.join(NAMES)}, a file, or what one holds")
     path = Path(rules)
     try:
-        return Rules.from_json(json.loads(path.read_bytes()))
-    except (OSError, ValueError) as error:
+        return Rules.from_json(json_strict.parse(path.read_bytes(), str(path)))
+    except OSError as error:
         hint = f"families: {', '.join(NAMES)}; else a JSON file of rules"
-        raise UsageError(f"not a rule file: {path} ({error})", hint=hint) from None
+        raise UsageError(f"not a rule file: {path} ({error.strerror})", hint=hint) from None
 
 
 def config_of(data: bytes | None) -> Mapping[str, Any] | None:

@@ -15,9 +15,9 @@ from mx_cli.engine.buffers import Pool
 from mx_cli.engine.many import Bell
 from mx_cli.engine.route import Taken
 from mx_cli.engine.verify import WholeDigest
-from mx_cli.flows.catalog import catalog, files_beside, found_config, member
+from mx_cli.flows.catalog import catalog, files_beside, found_config, local_config, member
 from mx_cli.flows.context import Context
-from mx_cli.flows.cuts import config_of, cut_of
+from mx_cli.flows.cuts import cut_of
 from mx_cli.flows.group import Peer
 from mx_cli.flows.holdings import local_holding
 from mx_cli.flows.pull import Pull, PullRequest
@@ -37,7 +37,6 @@ from mx_cli.plan.ranges import merge_regions
 from mx_cli.plan.rows import Rows
 
 POLL = 0.5
-CONFIG = "config.json"
 
 Keep = Callable[[str, bytes], None]
 """Takes a small file that is not of the weights: (path, its bytes)."""
@@ -102,8 +101,7 @@ class RankPull:
         directory = taken.result.directory
         holding = local_holding(directory, self._context)
         shapes = table(holding)
-        file = directory / CONFIG
-        shares = self._shares(shapes, lambda: config_of(file.read_bytes() if file.is_file() else None))
+        shares = self._shares(shapes, lambda: local_config(directory))
         memory = self._memory(shapes, shares, twins_of(holding, shapes, shares))
         bell = Bell()
         members = [disk_member(directory, holding, bell, self._context, device=_gpu(memory))]

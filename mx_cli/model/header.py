@@ -31,17 +31,36 @@ BITS = {
     "C64": 64, "F64": 64, "I64": 64, "U64": 64,
 }  # fmt: skip
 
+_MOST_BITS = 8 * (2**63 - 1)
+
 _SPACES = " \t\n\r"
 _SPACE = re.compile(r"[ \t\n\r]*")
+_PICKLES = (b"\x02", b"\x03", b"\x04", b"\x05")
 _LFS = re.compile(rb"version https://git-lfs\.github\.com/spec/v\d+\s+oid \S+\s+size (\d+)")
 # The last two are what git-lfs was called before.
 _LFS_STARTS = (b"version https://git-lfs", b"version https://hawser", b"version http://git-media")
 _OTHER_POINTERS = {b"# xet version": "Xet pointer", b"/annex/objects/": "git-annex pointer"}
 _JSON_ERROR = re.compile(rb'\{\s*"(error|errors|message|detail)"\s*:')
+_XML_ERROR = re.compile(rb"<error[\s>]")
 _JSON_TEXT = rb':[ ]*"([^"]{1,80})'
 _TITLE = rb"<title>([^<]{1,80})"
 _CODE = rb"<code>([^<]{1,80})"
 _TEXT_FILES = (".md", ".html", ".htm", ".txt", ".xml", ".svg", ".rst", ".xhtml", ".json", ".jsonl")
+_MAGIC = (
+    (b"PK\x03\x04", "a zip archive (a PyTorch .bin or .pt under another name)"),
+    *((b"\x80" + version, "a Python pickle (a PyTorch .bin or .pt under another name)") for version in _PICKLES),
+    (b"GGUF", "a GGUF file"),
+    (b"\x89HDF", "an HDF5 file"),
+    (b"\x93NUMPY", "a NumPy file"),
+    (b"\x1f\x8b\x08", "gzip data"),
+    (b"BZh", "bzip2 data"),
+    (b"\xfd7zXZ\x00", "xz data"),
+    (b"\x28\xb5\x2f\xfd", "zstd data"),
+    (b"\x04\x22\x4d\x18", "lz4 data"),
+    (b"7z\xbc\xaf\x27\x1c", "a 7z archive"),
+)
+# As a length, eight of these characters are far beyond any header.
+_TEXT = re.compile(rb"[\t\n\r\x20-\x7e]{8}")
 _TORCH_FILES = (".pt", ".pth", ".ckpt")
 _TORCH_BIN = re.compile(r"(^|/)(pytorch_model|adapter_model)[^/]*\.bin$")
 
@@ -78,7 +97,7 @@ def sniff(first: bytes) -> str | None:
     text = _text(first)
     if text.startswith((b"<!doctype html", b"<html", b"<head")) or (text.startswith(b"<?xml") and b"<html" in text):
         return f"an HTML page{_named(_TITLE, first)}"
-    if text.startswith((b"<?xml", b"<error>")) and b"<error>" in text:
+    if text.startswith((b"<?xml", b"<error")) and _XML_ERROR.search(text):
         return f"an XML error document of an object store{_named(_CODE, first)}"
     if _JSON_ERROR.match(text):
         return f"a JSON error document{_named(_JSON_TEXT, first)}"
@@ -97,6 +116,12 @@ def _pointer(first: bytes) -> str | None:
     return next((kind for start, kind in _OTHER_POINTERS.items() if text.startswith(start)), None)
 
 
+def instead_of_json(first: bytes) -> str | None:
+    """The same where any JSON document may stand."""
+    found = sniff(first)
+    return None if found and found.startswith("a JSON") else found
+
+
 def check_payload(name: str, first: bytes, size: int) -> None:
     """Refuse a file whose first bytes show that it isn't what its name says (IntegrityError).
 
@@ -110,8 +135,8 @@ def check_payload(name: str, first: bytes, size: int) -> None:
     found = sniff(first)
     if found and (_pointer(first) or not lowered.endswith(_TEXT_FILES)):
         raise _refusal(name, found)
-    if found and lowered.endswith(".json") and not found.startswith("a JSON"):
-        raise _refusal(name, found)
+    if lowered.endswith(".json") and (other := instead_of_json(first)):
+        raise _refusal(name, other)
     torch_file = lowered.endswith(_TORCH_FILES) or _TORCH_BIN.search(lowered)
     if size == 0 and (torch_file or lowered.endswith(".gguf")):
         raise _refusal(name, "empty file, expected weights")
@@ -242,12 +267,14 @@ class _Reader:
         bits = BITS.get(dtype)
         if bits is None:
             raise _unknown(self.name, f"tensor {_shown(key)}: unknown dtype {_shown(dtype)}")
-        count = 0 if 0 in shape else 1
+        count = 1
         for dim in shape:
-            count *= dim
-            if count * bits > 8 * self.file_size:
-                break
-        if count * bits != 8 * size:
+            # The strides of a tensor without elements are those of one that has them.
+            count *= max(dim, 1)
+            if count * bits > _MOST_BITS:
+                refuse = _unknown if 0 in shape else _refusal
+                raise refuse(self.name, f"tensor {_shown(key)}: {dtype} {_shown(shape)} is more than 64 bits can count")
+        if (0 if 0 in shape else count * bits) != 8 * size:
             raise _refusal(self.name, f"tensor {_shown(key)}: {size} bytes, not what {dtype} {_shown(shape)} takes")
 
     def _metadata(self, pos: int) -> tuple[dict[str, str], int]:
@@ -322,17 +349,12 @@ def _impostor(first: bytes) -> str | None:
     found = sniff(first)
     if found:
         return found
-    if first[:4] == b"PK\x03\x04":
-        return "a zip archive (a PyTorch .bin or .pt under another name), expected safetensors"
-    if first[:1] == b"\x80" and first[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
-        return "a Python pickle (a PyTorch .bin or .pt under another name), expected safetensors"
-    if first[:4] == b"GGUF":
-        return "a GGUF file, expected safetensors"
-    if first[:3] == b"\x1f\x8b\x08":
-        return "gzip data, expected safetensors"
-    if first[:1] in b"{<[" and first[:8].isascii():
-        return f"text that starts with {first[:24]!r}, expected safetensors"
-    return None
+    kind = next((kind for start, kind in _MAGIC if first.startswith(start)), None)
+    if first[257:262] == b"ustar":
+        kind = "a tar archive"
+    if kind is None and _TEXT.match(first):
+        kind = f"text that starts with {first[:24]!r}"
+    return f"{kind}, expected safetensors" if kind else None
 
 
 def _zeros(first: bytes) -> str | None:

@@ -22,6 +22,7 @@ from json.decoder import scanstring  # type: ignore[attr-defined]
 from typing import Any
 
 from mx_cli.base.errors import MxError, UsageError
+from mx_cli.model import header
 
 MAX_BYTES = 128 << 20
 MAX_DEPTH = 128
@@ -43,6 +44,8 @@ def parse(data: bytes, name: str, *, error: type[MxError] = UsageError, max_valu
     """The value of a JSON document; `name` is the file that `error` (raised for everything refused) speaks of."""
     if len(data) > MAX_BYTES:
         raise error(f"not a JSON file that mx reads ({name}: {len(data)} bytes, expected at most {MAX_BYTES})")
+    if other := header.instead_of_json(data[: header.SNIFF_BYTES]):
+        raise error(f"not a JSON file ({name}: {other})")
     return _Document(_decode(data, name, error), data.startswith(_BOM), name, error, max_values).value()
 
 

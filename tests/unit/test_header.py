@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bz2
 import json
+import lzma
 import struct
 import time
 import tracemalloc
@@ -57,7 +59,16 @@ def test_all_76_cases_are_here() -> None:
         (torture.CASES["m08-s3-xml-error"][0], "an XML error document of an object store (AccessDenied)"),
         (torture.CASES["m09-json-error-body"][0], "a JSON error document (Repository not found)"),
         (torture.CASES["m33-zip-renamed-bin"][0], "a zip archive"),
+        (b'<?xml version="1.0"?><Error xmlns="x"><Code>NoSuchKey</Code></Error>', "of an object store (NoSuchKey)"),
         (b"\x80\x02}q\x00X\x05\x00\x00\x00", "a Python pickle"),
+        (b"model.safetensors".ljust(257, b"\0") + b"ustar\0", "a tar archive, expected safetensors"),
+        (b"\x93NUMPY\x01\0", "a NumPy file, expected safetensors"),
+        (bz2.compress(b"weights"), "bzip2 data, expected safetensors"),
+        (lzma.compress(b"weights"), "xz data, expected safetensors"),
+        (b"\x28\xb5\x2f\xfd1234", "zstd data, expected safetensors"),
+        (b"404: Not Found", "text that starts with b'404: Not Found', expected safetensors"),
+        (torture.st({"a": torture.entry("U8", [0, 2**63], 0, 0)}), "more than 64 bits can count"),
+        (torture.st({"a": torture.entry("F32", [2**61, 0, 2], 0, 0)}), "more than 64 bits can count"),
         (torture.CASES["m34-all-zero"][0], "preallocated and never filled"),
         (b"", "empty file"),
         (b"1234567", "7 bytes"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from typing import Any
 
@@ -133,6 +134,18 @@ def _same(mine: Any, theirs: Any) -> bool:
     if isinstance(theirs, list):
         return len(mine) == len(theirs) and all(map(_same, mine, theirs))
     return bool(mine == theirs) and isinstance(mine, bool) == isinstance(theirs, bool)
+
+
+@pytest.mark.parametrize(
+    ("data", "cause"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1048576\n", "git-lfs pointer, not weights"),
+        (b"<html><head><title>Sign in</title></head></html>", "an HTML page (Sign in)"),
+    ],
+)
+def test_what_stands_in_its_place_is_named(data: bytes, cause: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(f"not a JSON file (x.json: {cause}")):
+        parse(data, "x.json")
 
 
 _scalars = some.none() | some.booleans() | some.integers(-(10**40), 10**40) | some.floats(allow_nan=False) | some.text()
