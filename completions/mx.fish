@@ -32,407 +32,407 @@ function __mx_at
 end
 
 complete -c mx -f
-complete -c mx -n '__mx_at mx' -a hash -d 'Say which weights are interchangeable: print the models identity'
-complete -c mx -n '__mx_at mx' -a prefetch -d 'Bring a checkpoint into the shared cache, once; print its directory'
+complete -c mx -n '__mx_at mx' -a hash -d 'Print the identity of weights: equal ones are interchangeable'
+complete -c mx -n '__mx_at mx' -a prefetch -d 'Bring a checkpoint into the shared cache, once'
 complete -c mx -n '__mx_at mx' -a serve -d 'Offer weights to peers: from disk, host memory or GPU memory'
-complete -c mx -n '__mx_at mx' -a pull -d 'Bring the weights here by the best route: a peer, the cache, the origin; print their directory'
-complete -c mx -n '__mx_at mx' -a peers -d 'Peers that serve weights: who, where, what, and when it last showed that it lives'
-complete -c mx -n '__mx_at mx' -a status -d 'Downloads in progress on this cache: who leads, how far, how fast, and why a slow one is slow'
-complete -c mx -n '__mx_at mx' -a doctor -d 'What this machine can do, or the way to another one, with a fix for each row; exit 20 when a row fails'
-complete -c mx -n '__mx_at mx' -a config -d 'Each setting, its value and where it came from'
-complete -c mx -n '__mx_at mx' -a cache -d 'The cache: what is there, whether it is whole, and taking it away again'
+complete -c mx -n '__mx_at mx' -a pull -d 'Bring weights here from a peer, the cache or the origin'
+complete -c mx -n '__mx_at mx' -a peers -d 'List the peers that serve weights'
+complete -c mx -n '__mx_at mx' -a status -d 'Show the downloads in progress on this cache'
+complete -c mx -n '__mx_at mx' -a doctor -d 'Measure what this machine can do, or the way to another one'
+complete -c mx -n '__mx_at mx' -a config -d 'Show each setting, its value and where it came from'
+complete -c mx -n '__mx_at mx' -a cache -d 'Look into the cache, verify it, and remove what is in it'
 complete -c mx -n '__mx_at mx' -l version -d 'print the version'
 complete -c mx -n '__mx_at mx' -l help -d 'Show the help and exit'
-complete -c mx -n '__mx_at mx hash' -l revision -d 'commit, branch, tag, or a revision that mx printed env MX_REVISION' -x
-complete -c mx -n '__mx_at mx hash' -l kind -d 'which identity to print env MX_KIND' -x -a 'content origin config'
-complete -c mx -n '__mx_at mx hash' -l no-content -d 'read no weights: the configs identity env MX_NO_CONTENT'
-complete -c mx -n '__mx_at mx hash' -l explain -d 'print what went into the identity env MX_EXPLAIN'
-complete -c mx -n '__mx_at mx hash' -l diff -d 'compare with a model or a saved --json env MX_DIFF' -x
-complete -c mx -n '__mx_at mx hash' -l verify -d 'read weights again, whatever is remembered env MX_VERIFY'
-complete -c mx -n '__mx_at mx hash' -l stage -d 'default: checkpoint env MX_STAGE' -x -a 'checkpoint loaded processed'
-complete -c mx -n '__mx_at mx hash' -l tp -d 'tensor-parallel size env MX_TP' -x
-complete -c mx -n '__mx_at mx hash' -l pp -d 'pipeline-parallel size env MX_PP' -x
-complete -c mx -n '__mx_at mx hash' -l ep -d 'expert-parallel size env MX_EP' -x
-complete -c mx -n '__mx_at mx hash' -l dp -d 'data-parallel size env MX_DP' -x
-complete -c mx -n '__mx_at mx hash' -l rank -d 'this rank env MX_RANK' -x
-complete -c mx -n '__mx_at mx hash' -l dtype -d 'dtype in memory env MX_DTYPE' -x
-complete -c mx -n '__mx_at mx hash' -l quantization -d 'quantization in memory env MX_QUANTIZATION' -x
-complete -c mx -n '__mx_at mx hash' -l engine -d 'inference engine env MX_ENGINE' -x
-complete -c mx -n '__mx_at mx hash' -l engine-version -d 'its version env MX_ENGINE_VERSION' -x
-complete -c mx -n '__mx_at mx hash' -l set -d 'another factor of the layout; may be repeated env MX_SET, separated by blanks' -x
-complete -c mx -n '__mx_at mx hash' -l scheme -d 'whose identity; default mx1 env MX_SCHEME' -x -a 'mx1 modelexpress'
-complete -c mx -n '__mx_at mx hash' -l field -d 'of --scheme modelexpress env MX_FIELD, separated by blanks' -x
-complete -c mx -n '__mx_at mx hash' -l cache-dir -d 'root of the shared cache env MX_CACHE_DIR' -x
-complete -c mx -n '__mx_at mx hash' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65s' -x
-complete -c mx -n '__mx_at mx hash' -l endpoint-url -d 'endpoint of an S3- or GCS-compatible store env MX_ENDPOINT_URL' -x
-complete -c mx -n '__mx_at mx hash' -l region -d 'region of the bucket env MX_REGION' -x
-complete -c mx -n '__mx_at mx hash' -l anon -d 'send no credentials env MX_ANON'
-complete -c mx -n '__mx_at mx hash' -l requester-pays -d 'accept the requesters charges env MX_REQUESTER_PAYS'
-complete -c mx -n '__mx_at mx hash' -l ca-bundle -d 'file of CA certificates to trust env MX_CA_BUNDLE' -x
-complete -c mx -n '__mx_at mx hash' -l insecure -d 'verify no TLS certificate, and want no secret of peers env MX_INSECURE'
-complete -c mx -n '__mx_at mx hash' -l hf-token-file -d 'file with the Hugging Face token env MX_HF_TOKEN_FILE' -x
-complete -c mx -n '__mx_at mx hash' -l offline -d 'use the cache only, open no connection env MX_OFFLINE'
-complete -c mx -n '__mx_at mx hash' -l connect-timeout -d 'seconds to open a connection env MX_CONNECT_TIMEOUT; default 10s' -x
-complete -c mx -n '__mx_at mx hash' -l stall-timeout -d 'no byte for this long is a failure env MX_STALL_TIMEOUT; default 60s' -x
-complete -c mx -n '__mx_at mx hash' -l retry-for -d 'how long to retry an origin without progress env MX_RETRY_FOR; default 600s' -x
-complete -c mx -n '__mx_at mx hash' -l timeout -d 'limit for the whole command env MX_TIMEOUT' -x
-complete -c mx -n '__mx_at mx hash' -l log-format -d 'format of stderr env MX_LOG_FORMAT; default text' -x -a 'text json'
-complete -c mx -n '__mx_at mx hash' -l progress -d 'how progress is shown env MX_PROGRESS; default auto' -x -a 'auto bar plain none'
-complete -c mx -n '__mx_at mx hash' -l strict -d 'exit 3 when there were warnings env MX_STRICT'
-complete -c mx -n '__mx_at mx hash' -l config -d 'TOML file of settings env MX_CONFIG' -x
-complete -c mx -n '__mx_at mx hash' -l json -d 'one JSON document on stdout, errors too env MX_JSON'
-complete -c mx -n '__mx_at mx hash' -l quiet -s q -d 'only warnings and errors on stderr env MX_QUIET'
-complete -c mx -n '__mx_at mx hash' -l verbose -s v -d 'decisions on stderr; -vv each request too env MX_VERBOSE'
+complete -c mx -n '__mx_at mx hash' -l revision -d 'commit, branch, tag, or a revision that mx printed' -x
+complete -c mx -n '__mx_at mx hash' -l kind -d 'which identity to print' -x -a 'content origin config'
+complete -c mx -n '__mx_at mx hash' -l no-content -d 'read no weights: the config\'s identity'
+complete -c mx -n '__mx_at mx hash' -l explain -d 'print what went into the identity'
+complete -c mx -n '__mx_at mx hash' -l diff -d 'compare with a model or a saved --json' -x
+complete -c mx -n '__mx_at mx hash' -l verify -d 'read weights again, whatever is remembered'
+complete -c mx -n '__mx_at mx hash' -l stage -d 'the files as published, or what an engine holds' -x -a 'checkpoint loaded processed'
+complete -c mx -n '__mx_at mx hash' -l tp -d 'tensor-parallel size' -x
+complete -c mx -n '__mx_at mx hash' -l pp -d 'pipeline-parallel size' -x
+complete -c mx -n '__mx_at mx hash' -l ep -d 'expert-parallel size' -x
+complete -c mx -n '__mx_at mx hash' -l dp -d 'data-parallel size' -x
+complete -c mx -n '__mx_at mx hash' -l rank -d 'this rank, counted from 0' -x
+complete -c mx -n '__mx_at mx hash' -l dtype -d 'dtype in memory' -x
+complete -c mx -n '__mx_at mx hash' -l quantization -d 'quantization in memory' -x
+complete -c mx -n '__mx_at mx hash' -l engine -d 'inference engine' -x
+complete -c mx -n '__mx_at mx hash' -l engine-version -d 'its version' -x
+complete -c mx -n '__mx_at mx hash' -l set -d 'another factor; may be repeated' -x
+complete -c mx -n '__mx_at mx hash' -l scheme -d 'whose identity' -x -a 'mx1 modelexpress'
+complete -c mx -n '__mx_at mx hash' -l field -d 'of --scheme modelexpress' -x
+complete -c mx -n '__mx_at mx hash' -l cache-dir -d 'root of the shared cache, else ~/.cache/mx' -x
+complete -c mx -n '__mx_at mx hash' -l visibility -d 'how long a file system may hide a name that another host made' -x
+complete -c mx -n '__mx_at mx hash' -l endpoint-url -d 'endpoint of an S3- or GCS-compatible store' -x
+complete -c mx -n '__mx_at mx hash' -l region -d 'region of the bucket' -x
+complete -c mx -n '__mx_at mx hash' -l anon -d 'send no credentials'
+complete -c mx -n '__mx_at mx hash' -l requester-pays -d 'accept the requester\'s charges'
+complete -c mx -n '__mx_at mx hash' -l ca-bundle -d 'file of CA certificates to trust' -x
+complete -c mx -n '__mx_at mx hash' -l insecure -d 'verify no TLS certificate, and want no secret of peers'
+complete -c mx -n '__mx_at mx hash' -l hf-token-file -d 'file with the Hugging Face token' -x
+complete -c mx -n '__mx_at mx hash' -l offline -d 'use the cache only, open no connection'
+complete -c mx -n '__mx_at mx hash' -l connect-timeout -d 'seconds to open a connection' -x
+complete -c mx -n '__mx_at mx hash' -l stall-timeout -d 'no byte for this long is a failure' -x
+complete -c mx -n '__mx_at mx hash' -l retry-for -d 'how long to retry an origin without progress' -x
+complete -c mx -n '__mx_at mx hash' -l timeout -d 'limit for the whole command' -x
+complete -c mx -n '__mx_at mx hash' -l log-format -d 'format of stderr' -x -a 'text json'
+complete -c mx -n '__mx_at mx hash' -l progress -d 'how progress is shown' -x -a 'auto bar plain none'
+complete -c mx -n '__mx_at mx hash' -l strict -d 'exit 3 when there were warnings'
+complete -c mx -n '__mx_at mx hash' -l config -d 'TOML file of settings' -x
+complete -c mx -n '__mx_at mx hash' -l json -d 'one JSON document on stdout, errors too'
+complete -c mx -n '__mx_at mx hash' -l quiet -s q -d 'only warnings and errors on stderr'
+complete -c mx -n '__mx_at mx hash' -l verbose -s v -d 'decisions on stderr; -vv each request too'
 complete -c mx -n '__mx_at mx hash' -l help -d 'Show the help and exit'
 complete -c mx -n '__mx_at mx hash' -F
-complete -c mx -n '__mx_at mx prefetch' -l revision -d 'commit, branch, tag, or a revision that mx printed env MX_REVISION' -x
-complete -c mx -n '__mx_at mx prefetch' -l version-id -d 'version of a single object env MX_VERSION_ID' -x
-complete -c mx -n '__mx_at mx prefetch' -l include -d 'only these files; may be repeated env MX_INCLUDE, separated by blanks' -x
-complete -c mx -n '__mx_at mx prefetch' -l exclude -d 'not these files; may be repeated env MX_EXCLUDE, separated by blanks' -x
-complete -c mx -n '__mx_at mx prefetch' -l all -d 'all files, not one usable set env MX_ALL'
-complete -c mx -n '__mx_at mx prefetch' -l from -d 'peer, origin: whom to ask default origin; peer,origin with --discovery env MX_FROM' -x
-complete -c mx -n '__mx_at mx prefetch' -l dry-run -d 'say what would be fetched, fetch nothing env MX_DRY_RUN'
-complete -c mx -n '__mx_at mx prefetch' -l verify -d 'hash what is there again env MX_VERIFY'
-complete -c mx -n '__mx_at mx prefetch' -l pin -d 'keep the snapshot from gc env MX_PIN' -x
-complete -c mx -n '__mx_at mx prefetch' -l to -d 'also fill this directory env MX_TO' -x
-complete -c mx -n '__mx_at mx prefetch' -l link -d 'also make a symlink to the snapshot env MX_LINK' -x
-complete -c mx -n '__mx_at mx prefetch' -l result -d 'also write the JSON result here; absent after a failure env MX_RESULT' -x
-complete -c mx -n '__mx_at mx prefetch' -l hf-cache -d 'also show it in a Hugging Face cache ( = the default one) env MX_HF_CACHE' -x
-complete -c mx -n '__mx_at mx prefetch' -l cache-dir -d 'root of the shared cache env MX_CACHE_DIR' -x
-complete -c mx -n '__mx_at mx prefetch' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65s' -x
-complete -c mx -n '__mx_at mx prefetch' -l endpoint-url -d 'endpoint of an S3- or GCS-compatible store env MX_ENDPOINT_URL' -x
-complete -c mx -n '__mx_at mx prefetch' -l region -d 'region of the bucket env MX_REGION' -x
-complete -c mx -n '__mx_at mx prefetch' -l anon -d 'send no credentials env MX_ANON'
-complete -c mx -n '__mx_at mx prefetch' -l requester-pays -d 'accept the requesters charges env MX_REQUESTER_PAYS'
-complete -c mx -n '__mx_at mx prefetch' -l ca-bundle -d 'file of CA certificates to trust env MX_CA_BUNDLE' -x
-complete -c mx -n '__mx_at mx prefetch' -l insecure -d 'verify no TLS certificate, and want no secret of peers env MX_INSECURE'
-complete -c mx -n '__mx_at mx prefetch' -l hf-token-file -d 'file with the Hugging Face token env MX_HF_TOKEN_FILE' -x
-complete -c mx -n '__mx_at mx prefetch' -l offline -d 'use the cache only, open no connection env MX_OFFLINE'
-complete -c mx -n '__mx_at mx prefetch' -l connect-timeout -d 'seconds to open a connection env MX_CONNECT_TIMEOUT; default 10s' -x
-complete -c mx -n '__mx_at mx prefetch' -l stall-timeout -d 'no byte for this long is a failure env MX_STALL_TIMEOUT; default 60s' -x
-complete -c mx -n '__mx_at mx prefetch' -l retry-for -d 'how long to retry an origin without progress env MX_RETRY_FOR; default 600s' -x
-complete -c mx -n '__mx_at mx prefetch' -l max-connections -d 'connections to an origin at most env MX_MAX_CONNECTIONS; default 32' -x
-complete -c mx -n '__mx_at mx prefetch' -l max-bandwidth -d 'bytes a second at most env MX_MAX_BANDWIDTH' -x
-complete -c mx -n '__mx_at mx prefetch' -l range-size -d 'bytes of one request env MX_RANGE_SIZE; default 16MiB' -x
-complete -c mx -n '__mx_at mx prefetch' -l wait -d 'limit for waiting: on another downloader, for a peer env MX_WAIT' -x
-complete -c mx -n '__mx_at mx prefetch' -l ttl -d 'a leader that shows no progress for this long is replaced env MX_TTL; default 20s' -x
-complete -c mx -n '__mx_at mx prefetch' -l beat -d 'seconds between two signs of life of a leader env MX_BEAT; default 2s' -x
-complete -c mx -n '__mx_at mx prefetch' -l node-name -d 'this nodes name, shown to others env MX_NODE_NAME' -x
-complete -c mx -n '__mx_at mx prefetch' -l namespace -d 'this pods namespace, shown to others env MX_NAMESPACE' -x
-complete -c mx -n '__mx_at mx prefetch' -l peer-token-file -d 'file of secrets that peers share, one a line: the first is offered, all are accepted env MX_PEER_TOKEN_FILE' -x
-complete -c mx -n '__mx_at mx prefetch' -l interface -d 'network interfaces of the NIXL data path, comma-separated env MX_INTERFACE' -x
-complete -c mx -n '__mx_at mx prefetch' -l data-ports -d 'ports of the NIXL data path: FIRST-LAST env MX_DATA_PORTS' -x
-complete -c mx -n '__mx_at mx prefetch' -l discovery -d 'where peers are found: dir:PATH (peers/ in the cache), static:HOST:PORT,... or dns:NAME:PORT env MX_DISCOVERY' -x
-complete -c mx -n '__mx_at mx prefetch' -l record-beat -d 'seconds between two signs of life of a peers record env MX_RECORD_BEAT; default 15s' -x
-complete -c mx -n '__mx_at mx prefetch' -l if-unreachable -d 'when the origin cannot be asked: fail, or use what is cached env MX_IF_UNREACHABLE; default fail' -x -a 'fail cached'
-complete -c mx -n '__mx_at mx prefetch' -l timeout -d 'limit for the whole command env MX_TIMEOUT' -x
-complete -c mx -n '__mx_at mx prefetch' -l log-format -d 'format of stderr env MX_LOG_FORMAT; default text' -x -a 'text json'
-complete -c mx -n '__mx_at mx prefetch' -l progress -d 'how progress is shown env MX_PROGRESS; default auto' -x -a 'auto bar plain none'
-complete -c mx -n '__mx_at mx prefetch' -l strict -d 'exit 3 when there were warnings env MX_STRICT'
-complete -c mx -n '__mx_at mx prefetch' -l config -d 'TOML file of settings env MX_CONFIG' -x
-complete -c mx -n '__mx_at mx prefetch' -l json -d 'one JSON document on stdout, errors too env MX_JSON'
-complete -c mx -n '__mx_at mx prefetch' -l quiet -s q -d 'only warnings and errors on stderr env MX_QUIET'
-complete -c mx -n '__mx_at mx prefetch' -l verbose -s v -d 'decisions on stderr; -vv each request too env MX_VERBOSE'
+complete -c mx -n '__mx_at mx prefetch' -l revision -d 'commit, branch, tag, or a revision that mx printed' -x
+complete -c mx -n '__mx_at mx prefetch' -l version-id -d 'version of a single object' -x
+complete -c mx -n '__mx_at mx prefetch' -l include -d 'only these files; may be repeated' -x
+complete -c mx -n '__mx_at mx prefetch' -l exclude -d 'not these files; may be repeated' -x
+complete -c mx -n '__mx_at mx prefetch' -l all -d 'all files, not one usable set'
+complete -c mx -n '__mx_at mx prefetch' -l from -d 'peer, origin: whom to ask' -x
+complete -c mx -n '__mx_at mx prefetch' -l dry-run -d 'say what would be fetched, fetch nothing'
+complete -c mx -n '__mx_at mx prefetch' -l verify -d 'hash what is there again'
+complete -c mx -n '__mx_at mx prefetch' -l pin -d 'keep the snapshot from gc' -x
+complete -c mx -n '__mx_at mx prefetch' -l to -d 'also fill this directory' -x
+complete -c mx -n '__mx_at mx prefetch' -l link -d 'also make a symlink to the snapshot' -x
+complete -c mx -n '__mx_at mx prefetch' -l result -d 'also write the JSON result here; absent after a failure' -x
+complete -c mx -n '__mx_at mx prefetch' -l hf-cache -d 'also show it in a Hugging Face cache (\'\' = the default one)' -x
+complete -c mx -n '__mx_at mx prefetch' -l cache-dir -d 'root of the shared cache, else ~/.cache/mx' -x
+complete -c mx -n '__mx_at mx prefetch' -l visibility -d 'how long a file system may hide a name that another host made' -x
+complete -c mx -n '__mx_at mx prefetch' -l endpoint-url -d 'endpoint of an S3- or GCS-compatible store' -x
+complete -c mx -n '__mx_at mx prefetch' -l region -d 'region of the bucket' -x
+complete -c mx -n '__mx_at mx prefetch' -l anon -d 'send no credentials'
+complete -c mx -n '__mx_at mx prefetch' -l requester-pays -d 'accept the requester\'s charges'
+complete -c mx -n '__mx_at mx prefetch' -l ca-bundle -d 'file of CA certificates to trust' -x
+complete -c mx -n '__mx_at mx prefetch' -l insecure -d 'verify no TLS certificate, and want no secret of peers'
+complete -c mx -n '__mx_at mx prefetch' -l hf-token-file -d 'file with the Hugging Face token' -x
+complete -c mx -n '__mx_at mx prefetch' -l offline -d 'use the cache only, open no connection'
+complete -c mx -n '__mx_at mx prefetch' -l connect-timeout -d 'seconds to open a connection' -x
+complete -c mx -n '__mx_at mx prefetch' -l stall-timeout -d 'no byte for this long is a failure' -x
+complete -c mx -n '__mx_at mx prefetch' -l retry-for -d 'how long to retry an origin without progress' -x
+complete -c mx -n '__mx_at mx prefetch' -l max-connections -d 'connections to an origin at most' -x
+complete -c mx -n '__mx_at mx prefetch' -l max-bandwidth -d 'bytes a second at most' -x
+complete -c mx -n '__mx_at mx prefetch' -l range-size -d 'bytes of one request' -x
+complete -c mx -n '__mx_at mx prefetch' -l wait -d 'limit for waiting: on another downloader, for a peer' -x
+complete -c mx -n '__mx_at mx prefetch' -l ttl -d 'a leader that shows no progress for this long is replaced' -x
+complete -c mx -n '__mx_at mx prefetch' -l beat -d 'seconds between two signs of life of a leader' -x
+complete -c mx -n '__mx_at mx prefetch' -l node-name -d 'this node\'s name, shown to others' -x
+complete -c mx -n '__mx_at mx prefetch' -l namespace -d 'this pod\'s namespace, shown to others' -x
+complete -c mx -n '__mx_at mx prefetch' -l peer-token-file -d 'file of secrets that peers share, one a line: the first is offered, all are accepted' -x
+complete -c mx -n '__mx_at mx prefetch' -l interface -d 'network interfaces of the NIXL data path, comma-separated' -x
+complete -c mx -n '__mx_at mx prefetch' -l data-ports -d 'ports of the NIXL data path: FIRST-LAST' -x
+complete -c mx -n '__mx_at mx prefetch' -l discovery -d 'where peers are found: dir:PATH (peers/ in the cache), static:HOST:PORT,... or dns:NAME:PORT' -x
+complete -c mx -n '__mx_at mx prefetch' -l record-beat -d 'seconds between two signs of life of a peer\'s record' -x
+complete -c mx -n '__mx_at mx prefetch' -l if-unreachable -d 'when the origin cannot be asked: fail, or use what is cached' -x -a 'fail cached'
+complete -c mx -n '__mx_at mx prefetch' -l timeout -d 'limit for the whole command' -x
+complete -c mx -n '__mx_at mx prefetch' -l log-format -d 'format of stderr' -x -a 'text json'
+complete -c mx -n '__mx_at mx prefetch' -l progress -d 'how progress is shown' -x -a 'auto bar plain none'
+complete -c mx -n '__mx_at mx prefetch' -l strict -d 'exit 3 when there were warnings'
+complete -c mx -n '__mx_at mx prefetch' -l config -d 'TOML file of settings' -x
+complete -c mx -n '__mx_at mx prefetch' -l json -d 'one JSON document on stdout, errors too'
+complete -c mx -n '__mx_at mx prefetch' -l quiet -s q -d 'only warnings and errors on stderr'
+complete -c mx -n '__mx_at mx prefetch' -l verbose -s v -d 'decisions on stderr; -vv each request too'
 complete -c mx -n '__mx_at mx prefetch' -l help -d 'Show the help and exit'
 complete -c mx -n '__mx_at mx prefetch' -F
-complete -c mx -n '__mx_at mx serve' -l revision -d 'revision of a URI env MX_REVISION' -x
-complete -c mx -n '__mx_at mx serve' -l device -d 'where readers get the weights from env MX_DEVICE' -x
-complete -c mx -n '__mx_at mx serve' -l listen -d 'where a peer listens; port 0 takes a free one, 0.0.0.0 is for other hosts too env MX_LISTEN' -x
-complete -c mx -n '__mx_at mx serve' -l advertise -d 'the address that a peer tells others env MX_ADVERTISE' -x
-complete -c mx -n '__mx_at mx serve' -l max-readers -d 'readers of a peer at once; others wait env MX_MAX_READERS' -x
-complete -c mx -n '__mx_at mx serve' -l drain-timeout -d 'time for readers to finish after SIGTERM env MX_DRAIN_TIMEOUT' -x
-complete -c mx -n '__mx_at mx serve' -l ready-file -d 'write the JSON line here too, when ready env MX_READY_FILE' -x
-complete -c mx -n '__mx_at mx serve' -l name -d 'a name in discovery that outlives a restart env MX_NAME' -x
-complete -c mx -n '__mx_at mx serve' -l tls-cert -d 'own certificate (PEM); else one is made at each start env MX_TLS_CERT' -x
-complete -c mx -n '__mx_at mx serve' -l tls-key -d 'its key (PEM) env MX_TLS_KEY' -x
-complete -c mx -n '__mx_at mx serve' -l cache-dir -d 'root of the shared cache env MX_CACHE_DIR' -x
-complete -c mx -n '__mx_at mx serve' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65s' -x
-complete -c mx -n '__mx_at mx serve' -l endpoint-url -d 'endpoint of an S3- or GCS-compatible store env MX_ENDPOINT_URL' -x
-complete -c mx -n '__mx_at mx serve' -l region -d 'region of the bucket env MX_REGION' -x
-complete -c mx -n '__mx_at mx serve' -l anon -d 'send no credentials env MX_ANON'
-complete -c mx -n '__mx_at mx serve' -l requester-pays -d 'accept the requesters charges env MX_REQUESTER_PAYS'
-complete -c mx -n '__mx_at mx serve' -l ca-bundle -d 'file of CA certificates to trust env MX_CA_BUNDLE' -x
-complete -c mx -n '__mx_at mx serve' -l insecure -d 'verify no TLS certificate, and want no secret of peers env MX_INSECURE'
-complete -c mx -n '__mx_at mx serve' -l hf-token-file -d 'file with the Hugging Face token env MX_HF_TOKEN_FILE' -x
-complete -c mx -n '__mx_at mx serve' -l offline -d 'use the cache only, open no connection env MX_OFFLINE'
-complete -c mx -n '__mx_at mx serve' -l connect-timeout -d 'seconds to open a connection env MX_CONNECT_TIMEOUT; default 10s' -x
-complete -c mx -n '__mx_at mx serve' -l stall-timeout -d 'no byte for this long is a failure env MX_STALL_TIMEOUT; default 60s' -x
-complete -c mx -n '__mx_at mx serve' -l retry-for -d 'how long to retry an origin without progress env MX_RETRY_FOR; default 600s' -x
-complete -c mx -n '__mx_at mx serve' -l max-connections -d 'connections to an origin at most env MX_MAX_CONNECTIONS; default 32' -x
-complete -c mx -n '__mx_at mx serve' -l max-bandwidth -d 'bytes a second at most env MX_MAX_BANDWIDTH' -x
-complete -c mx -n '__mx_at mx serve' -l range-size -d 'bytes of one request env MX_RANGE_SIZE; default 16MiB' -x
-complete -c mx -n '__mx_at mx serve' -l wait -d 'limit for waiting: on another downloader, for a peer env MX_WAIT' -x
-complete -c mx -n '__mx_at mx serve' -l ttl -d 'a leader that shows no progress for this long is replaced env MX_TTL; default 20s' -x
-complete -c mx -n '__mx_at mx serve' -l beat -d 'seconds between two signs of life of a leader env MX_BEAT; default 2s' -x
-complete -c mx -n '__mx_at mx serve' -l node-name -d 'this nodes name, shown to others env MX_NODE_NAME' -x
-complete -c mx -n '__mx_at mx serve' -l namespace -d 'this pods namespace, shown to others env MX_NAMESPACE' -x
-complete -c mx -n '__mx_at mx serve' -l peer-token-file -d 'file of secrets that peers share, one a line: the first is offered, all are accepted env MX_PEER_TOKEN_FILE' -x
-complete -c mx -n '__mx_at mx serve' -l interface -d 'network interfaces of the NIXL data path, comma-separated env MX_INTERFACE' -x
-complete -c mx -n '__mx_at mx serve' -l data-ports -d 'ports of the NIXL data path: FIRST-LAST env MX_DATA_PORTS' -x
-complete -c mx -n '__mx_at mx serve' -l discovery -d 'where peers are found: dir:PATH (peers/ in the cache), static:HOST:PORT,... or dns:NAME:PORT env MX_DISCOVERY' -x
-complete -c mx -n '__mx_at mx serve' -l record-beat -d 'seconds between two signs of life of a peers record env MX_RECORD_BEAT; default 15s' -x
-complete -c mx -n '__mx_at mx serve' -l grant-ttl -d 'a reader that is silent for this long loses its grant env MX_GRANT_TTL; default 30s' -x
-complete -c mx -n '__mx_at mx serve' -l timeout -d 'limit for the whole command env MX_TIMEOUT' -x
-complete -c mx -n '__mx_at mx serve' -l log-format -d 'format of stderr env MX_LOG_FORMAT; default text' -x -a 'text json'
-complete -c mx -n '__mx_at mx serve' -l progress -d 'how progress is shown env MX_PROGRESS; default auto' -x -a 'auto bar plain none'
-complete -c mx -n '__mx_at mx serve' -l strict -d 'exit 3 when there were warnings env MX_STRICT'
-complete -c mx -n '__mx_at mx serve' -l config -d 'TOML file of settings env MX_CONFIG' -x
-complete -c mx -n '__mx_at mx serve' -l json -d 'one JSON document on stdout, errors too env MX_JSON'
-complete -c mx -n '__mx_at mx serve' -l quiet -s q -d 'only warnings and errors on stderr env MX_QUIET'
-complete -c mx -n '__mx_at mx serve' -l verbose -s v -d 'decisions on stderr; -vv each request too env MX_VERBOSE'
+complete -c mx -n '__mx_at mx serve' -l revision -d 'revision of a URI' -x
+complete -c mx -n '__mx_at mx serve' -l device -d 'where readers get the weights from' -x
+complete -c mx -n '__mx_at mx serve' -l listen -d 'where a peer listens; port 0 takes a free one, 0.0.0.0 is for other hosts too' -x
+complete -c mx -n '__mx_at mx serve' -l advertise -d 'the address that a peer tells others' -x
+complete -c mx -n '__mx_at mx serve' -l max-readers -d 'readers of a peer at once; others wait' -x
+complete -c mx -n '__mx_at mx serve' -l drain-timeout -d 'time for readers to finish after SIGTERM' -x
+complete -c mx -n '__mx_at mx serve' -l ready-file -d 'write the JSON line here too, when ready' -x
+complete -c mx -n '__mx_at mx serve' -l name -d 'a name in discovery that outlives a restart' -x
+complete -c mx -n '__mx_at mx serve' -l tls-cert -d 'own certificate (PEM); else one is made at each start' -x
+complete -c mx -n '__mx_at mx serve' -l tls-key -d 'its key (PEM)' -x
+complete -c mx -n '__mx_at mx serve' -l cache-dir -d 'root of the shared cache, else ~/.cache/mx' -x
+complete -c mx -n '__mx_at mx serve' -l visibility -d 'how long a file system may hide a name that another host made' -x
+complete -c mx -n '__mx_at mx serve' -l endpoint-url -d 'endpoint of an S3- or GCS-compatible store' -x
+complete -c mx -n '__mx_at mx serve' -l region -d 'region of the bucket' -x
+complete -c mx -n '__mx_at mx serve' -l anon -d 'send no credentials'
+complete -c mx -n '__mx_at mx serve' -l requester-pays -d 'accept the requester\'s charges'
+complete -c mx -n '__mx_at mx serve' -l ca-bundle -d 'file of CA certificates to trust' -x
+complete -c mx -n '__mx_at mx serve' -l insecure -d 'verify no TLS certificate, and want no secret of peers'
+complete -c mx -n '__mx_at mx serve' -l hf-token-file -d 'file with the Hugging Face token' -x
+complete -c mx -n '__mx_at mx serve' -l offline -d 'use the cache only, open no connection'
+complete -c mx -n '__mx_at mx serve' -l connect-timeout -d 'seconds to open a connection' -x
+complete -c mx -n '__mx_at mx serve' -l stall-timeout -d 'no byte for this long is a failure' -x
+complete -c mx -n '__mx_at mx serve' -l retry-for -d 'how long to retry an origin without progress' -x
+complete -c mx -n '__mx_at mx serve' -l max-connections -d 'connections to an origin at most' -x
+complete -c mx -n '__mx_at mx serve' -l max-bandwidth -d 'bytes a second at most' -x
+complete -c mx -n '__mx_at mx serve' -l range-size -d 'bytes of one request' -x
+complete -c mx -n '__mx_at mx serve' -l wait -d 'limit for waiting: on another downloader, for a peer' -x
+complete -c mx -n '__mx_at mx serve' -l ttl -d 'a leader that shows no progress for this long is replaced' -x
+complete -c mx -n '__mx_at mx serve' -l beat -d 'seconds between two signs of life of a leader' -x
+complete -c mx -n '__mx_at mx serve' -l node-name -d 'this node\'s name, shown to others' -x
+complete -c mx -n '__mx_at mx serve' -l namespace -d 'this pod\'s namespace, shown to others' -x
+complete -c mx -n '__mx_at mx serve' -l peer-token-file -d 'file of secrets that peers share, one a line: the first is offered, all are accepted' -x
+complete -c mx -n '__mx_at mx serve' -l interface -d 'network interfaces of the NIXL data path, comma-separated' -x
+complete -c mx -n '__mx_at mx serve' -l data-ports -d 'ports of the NIXL data path: FIRST-LAST' -x
+complete -c mx -n '__mx_at mx serve' -l discovery -d 'where peers are found: dir:PATH (peers/ in the cache), static:HOST:PORT,... or dns:NAME:PORT' -x
+complete -c mx -n '__mx_at mx serve' -l record-beat -d 'seconds between two signs of life of a peer\'s record' -x
+complete -c mx -n '__mx_at mx serve' -l grant-ttl -d 'a reader that is silent for this long loses its grant' -x
+complete -c mx -n '__mx_at mx serve' -l timeout -d 'limit for the whole command' -x
+complete -c mx -n '__mx_at mx serve' -l log-format -d 'format of stderr' -x -a 'text json'
+complete -c mx -n '__mx_at mx serve' -l progress -d 'how progress is shown' -x -a 'auto bar plain none'
+complete -c mx -n '__mx_at mx serve' -l strict -d 'exit 3 when there were warnings'
+complete -c mx -n '__mx_at mx serve' -l config -d 'TOML file of settings' -x
+complete -c mx -n '__mx_at mx serve' -l json -d 'one JSON document on stdout, errors too'
+complete -c mx -n '__mx_at mx serve' -l quiet -s q -d 'only warnings and errors on stderr'
+complete -c mx -n '__mx_at mx serve' -l verbose -s v -d 'decisions on stderr; -vv each request too'
 complete -c mx -n '__mx_at mx serve' -l help -d 'Show the help and exit'
 complete -c mx -n '__mx_at mx serve' -F
-complete -c mx -n '__mx_at mx pull' -l revision -d 'revision of a URI env MX_REVISION' -x
-complete -c mx -n '__mx_at mx pull' -l to -d 'make this directory, not a snapshot in the cache; must be absent or empty env MX_TO' -x
-complete -c mx -n '__mx_at mx pull' -l rank -d 'only this ranks part of each tensor, counted from 0; with --to env MX_RANK' -x
-complete -c mx -n '__mx_at mx pull' -l rules -d 'how tensors are split over ranks: llama, qwen, mistral, mixtral, deepseek, or a JSON file default the family of config.json env MX_RULES' -x -a 'FILE NAME'
-complete -c mx -n '__mx_at mx pull' -l peer -d 'this peer, not those of discovery; may be repeated env MX_PEER, separated by blanks' -x
-complete -c mx -n '__mx_at mx pull' -l route -d 'where to take it from, in order: peer, cache, origin (into the cache), stream (past it) default all, stream only with --to; with --rank peer,cache,stream env MX_ROUTE' -x
-complete -c mx -n '__mx_at mx pull' -l require -d 'what the way from a peer must be: rdma, or encrypted (path socket) env MX_REQUIRE' -x
-complete -c mx -n '__mx_at mx pull' -l path -d 'the way from a peer: NIXL reads its memory, or TLS sockets env MX_PATH' -x -a 'auto nixl-read socket'
-complete -c mx -n '__mx_at mx pull' -l origin -d 'where an IDENTITY comes from when no peer and no snapshot has it env MX_ORIGIN' -x
-complete -c mx -n '__mx_at mx pull' -l then-serve -d 'be a peer too afterwards, until stopped env MX_THEN_SERVE'
-complete -c mx -n '__mx_at mx pull' -l listen -d 'where a peer listens; port 0 takes a free one, 0.0.0.0 is for other hosts too env MX_LISTEN' -x
-complete -c mx -n '__mx_at mx pull' -l advertise -d 'the address that a peer tells others env MX_ADVERTISE' -x
-complete -c mx -n '__mx_at mx pull' -l max-readers -d 'readers of a peer at once; others wait env MX_MAX_READERS' -x
-complete -c mx -n '__mx_at mx pull' -l drain-timeout -d 'time for readers to finish after SIGTERM env MX_DRAIN_TIMEOUT' -x
-complete -c mx -n '__mx_at mx pull' -l result -d 'also write the JSON result here env MX_RESULT' -x
-complete -c mx -n '__mx_at mx pull' -l dry-run -d 'show the routes with reasons and what each would move; move nothing env MX_DRY_RUN'
-complete -c mx -n '__mx_at mx pull' -l cache-dir -d 'root of the shared cache env MX_CACHE_DIR' -x
-complete -c mx -n '__mx_at mx pull' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65s' -x
-complete -c mx -n '__mx_at mx pull' -l endpoint-url -d 'endpoint of an S3- or GCS-compatible store env MX_ENDPOINT_URL' -x
-complete -c mx -n '__mx_at mx pull' -l region -d 'region of the bucket env MX_REGION' -x
-complete -c mx -n '__mx_at mx pull' -l anon -d 'send no credentials env MX_ANON'
-complete -c mx -n '__mx_at mx pull' -l requester-pays -d 'accept the requesters charges env MX_REQUESTER_PAYS'
-complete -c mx -n '__mx_at mx pull' -l ca-bundle -d 'file of CA certificates to trust env MX_CA_BUNDLE' -x
-complete -c mx -n '__mx_at mx pull' -l insecure -d 'verify no TLS certificate, and want no secret of peers env MX_INSECURE'
-complete -c mx -n '__mx_at mx pull' -l hf-token-file -d 'file with the Hugging Face token env MX_HF_TOKEN_FILE' -x
-complete -c mx -n '__mx_at mx pull' -l offline -d 'use the cache only, open no connection env MX_OFFLINE'
-complete -c mx -n '__mx_at mx pull' -l connect-timeout -d 'seconds to open a connection env MX_CONNECT_TIMEOUT; default 10s' -x
-complete -c mx -n '__mx_at mx pull' -l stall-timeout -d 'no byte for this long is a failure env MX_STALL_TIMEOUT; default 60s' -x
-complete -c mx -n '__mx_at mx pull' -l retry-for -d 'how long to retry an origin without progress env MX_RETRY_FOR; default 600s' -x
-complete -c mx -n '__mx_at mx pull' -l max-connections -d 'connections to an origin at most env MX_MAX_CONNECTIONS; default 32' -x
-complete -c mx -n '__mx_at mx pull' -l max-bandwidth -d 'bytes a second at most env MX_MAX_BANDWIDTH' -x
-complete -c mx -n '__mx_at mx pull' -l range-size -d 'bytes of one request env MX_RANGE_SIZE; default 16MiB' -x
-complete -c mx -n '__mx_at mx pull' -l wait -d 'limit for waiting: on another downloader, for a peer env MX_WAIT' -x
-complete -c mx -n '__mx_at mx pull' -l ttl -d 'a leader that shows no progress for this long is replaced env MX_TTL; default 20s' -x
-complete -c mx -n '__mx_at mx pull' -l beat -d 'seconds between two signs of life of a leader env MX_BEAT; default 2s' -x
-complete -c mx -n '__mx_at mx pull' -l node-name -d 'this nodes name, shown to others env MX_NODE_NAME' -x
-complete -c mx -n '__mx_at mx pull' -l namespace -d 'this pods namespace, shown to others env MX_NAMESPACE' -x
-complete -c mx -n '__mx_at mx pull' -l peer-token-file -d 'file of secrets that peers share, one a line: the first is offered, all are accepted env MX_PEER_TOKEN_FILE' -x
-complete -c mx -n '__mx_at mx pull' -l interface -d 'network interfaces of the NIXL data path, comma-separated env MX_INTERFACE' -x
-complete -c mx -n '__mx_at mx pull' -l data-ports -d 'ports of the NIXL data path: FIRST-LAST env MX_DATA_PORTS' -x
-complete -c mx -n '__mx_at mx pull' -l discovery -d 'where peers are found: dir:PATH (peers/ in the cache), static:HOST:PORT,... or dns:NAME:PORT env MX_DISCOVERY' -x
-complete -c mx -n '__mx_at mx pull' -l record-beat -d 'seconds between two signs of life of a peers record env MX_RECORD_BEAT; default 15s' -x
-complete -c mx -n '__mx_at mx pull' -l memory -d 'what a transfer may hold in memory beside the weights own: 256MiB, or half of what the cgroup leaves if that is less env MX_MEMORY' -x
-complete -c mx -n '__mx_at mx pull' -l peer-stall-timeout -d 'a peer without a verified byte for this long is left env MX_PEER_STALL_TIMEOUT; default 15s' -x
-complete -c mx -n '__mx_at mx pull' -l grant-ttl -d 'a reader that is silent for this long loses its grant env MX_GRANT_TTL; default 30s' -x
-complete -c mx -n '__mx_at mx pull' -l timeout -d 'limit for the whole command env MX_TIMEOUT' -x
-complete -c mx -n '__mx_at mx pull' -l log-format -d 'format of stderr env MX_LOG_FORMAT; default text' -x -a 'text json'
-complete -c mx -n '__mx_at mx pull' -l progress -d 'how progress is shown env MX_PROGRESS; default auto' -x -a 'auto bar plain none'
-complete -c mx -n '__mx_at mx pull' -l strict -d 'exit 3 when there were warnings env MX_STRICT'
-complete -c mx -n '__mx_at mx pull' -l config -d 'TOML file of settings env MX_CONFIG' -x
-complete -c mx -n '__mx_at mx pull' -l json -d 'one JSON document on stdout, errors too env MX_JSON'
-complete -c mx -n '__mx_at mx pull' -l quiet -s q -d 'only warnings and errors on stderr env MX_QUIET'
-complete -c mx -n '__mx_at mx pull' -l verbose -s v -d 'decisions on stderr; -vv each request too env MX_VERBOSE'
+complete -c mx -n '__mx_at mx pull' -l revision -d 'revision of a URI' -x
+complete -c mx -n '__mx_at mx pull' -l to -d 'make this directory, not a snapshot in the cache; must be absent or empty' -x
+complete -c mx -n '__mx_at mx pull' -l rank -d 'only this rank\'s part of each tensor, counted from 0; with --to' -x
+complete -c mx -n '__mx_at mx pull' -l rules -d 'how tensors are split over ranks: llama, qwen, mistral, mixtral, deepseek, or a JSON file' -x -a 'FILE NAME'
+complete -c mx -n '__mx_at mx pull' -l peer -d 'this peer, not those of discovery; may be repeated' -x
+complete -c mx -n '__mx_at mx pull' -l route -d 'where to take it from, in order: peer, cache, origin (into the cache), stream (past it)' -x
+complete -c mx -n '__mx_at mx pull' -l require -d 'what the way from a peer must be: rdma, or encrypted (path socket)' -x
+complete -c mx -n '__mx_at mx pull' -l path -d 'the way from a peer: NIXL reads its memory, or TLS sockets' -x -a 'auto nixl-read socket'
+complete -c mx -n '__mx_at mx pull' -l origin -d 'where an IDENTITY comes from when no peer and no snapshot has it' -x
+complete -c mx -n '__mx_at mx pull' -l then-serve -d 'be a peer too afterwards, until stopped'
+complete -c mx -n '__mx_at mx pull' -l listen -d 'where a peer listens; port 0 takes a free one, 0.0.0.0 is for other hosts too' -x
+complete -c mx -n '__mx_at mx pull' -l advertise -d 'the address that a peer tells others' -x
+complete -c mx -n '__mx_at mx pull' -l max-readers -d 'readers of a peer at once; others wait' -x
+complete -c mx -n '__mx_at mx pull' -l drain-timeout -d 'time for readers to finish after SIGTERM' -x
+complete -c mx -n '__mx_at mx pull' -l result -d 'also write the JSON result here' -x
+complete -c mx -n '__mx_at mx pull' -l dry-run -d 'show the routes with reasons and what each would move; move nothing'
+complete -c mx -n '__mx_at mx pull' -l cache-dir -d 'root of the shared cache, else ~/.cache/mx' -x
+complete -c mx -n '__mx_at mx pull' -l visibility -d 'how long a file system may hide a name that another host made' -x
+complete -c mx -n '__mx_at mx pull' -l endpoint-url -d 'endpoint of an S3- or GCS-compatible store' -x
+complete -c mx -n '__mx_at mx pull' -l region -d 'region of the bucket' -x
+complete -c mx -n '__mx_at mx pull' -l anon -d 'send no credentials'
+complete -c mx -n '__mx_at mx pull' -l requester-pays -d 'accept the requester\'s charges'
+complete -c mx -n '__mx_at mx pull' -l ca-bundle -d 'file of CA certificates to trust' -x
+complete -c mx -n '__mx_at mx pull' -l insecure -d 'verify no TLS certificate, and want no secret of peers'
+complete -c mx -n '__mx_at mx pull' -l hf-token-file -d 'file with the Hugging Face token' -x
+complete -c mx -n '__mx_at mx pull' -l offline -d 'use the cache only, open no connection'
+complete -c mx -n '__mx_at mx pull' -l connect-timeout -d 'seconds to open a connection' -x
+complete -c mx -n '__mx_at mx pull' -l stall-timeout -d 'no byte for this long is a failure' -x
+complete -c mx -n '__mx_at mx pull' -l retry-for -d 'how long to retry an origin without progress' -x
+complete -c mx -n '__mx_at mx pull' -l max-connections -d 'connections to an origin at most' -x
+complete -c mx -n '__mx_at mx pull' -l max-bandwidth -d 'bytes a second at most' -x
+complete -c mx -n '__mx_at mx pull' -l range-size -d 'bytes of one request' -x
+complete -c mx -n '__mx_at mx pull' -l wait -d 'limit for waiting: on another downloader, for a peer' -x
+complete -c mx -n '__mx_at mx pull' -l ttl -d 'a leader that shows no progress for this long is replaced' -x
+complete -c mx -n '__mx_at mx pull' -l beat -d 'seconds between two signs of life of a leader' -x
+complete -c mx -n '__mx_at mx pull' -l node-name -d 'this node\'s name, shown to others' -x
+complete -c mx -n '__mx_at mx pull' -l namespace -d 'this pod\'s namespace, shown to others' -x
+complete -c mx -n '__mx_at mx pull' -l peer-token-file -d 'file of secrets that peers share, one a line: the first is offered, all are accepted' -x
+complete -c mx -n '__mx_at mx pull' -l interface -d 'network interfaces of the NIXL data path, comma-separated' -x
+complete -c mx -n '__mx_at mx pull' -l data-ports -d 'ports of the NIXL data path: FIRST-LAST' -x
+complete -c mx -n '__mx_at mx pull' -l discovery -d 'where peers are found: dir:PATH (peers/ in the cache), static:HOST:PORT,... or dns:NAME:PORT' -x
+complete -c mx -n '__mx_at mx pull' -l record-beat -d 'seconds between two signs of life of a peer\'s record' -x
+complete -c mx -n '__mx_at mx pull' -l memory -d 'what a transfer may hold in memory beside the weights\' own: 256MiB, or half of what the cgroup leaves if that is less' -x
+complete -c mx -n '__mx_at mx pull' -l peer-stall-timeout -d 'a peer without a verified byte for this long is left' -x
+complete -c mx -n '__mx_at mx pull' -l grant-ttl -d 'a reader that is silent for this long loses its grant' -x
+complete -c mx -n '__mx_at mx pull' -l timeout -d 'limit for the whole command' -x
+complete -c mx -n '__mx_at mx pull' -l log-format -d 'format of stderr' -x -a 'text json'
+complete -c mx -n '__mx_at mx pull' -l progress -d 'how progress is shown' -x -a 'auto bar plain none'
+complete -c mx -n '__mx_at mx pull' -l strict -d 'exit 3 when there were warnings'
+complete -c mx -n '__mx_at mx pull' -l config -d 'TOML file of settings' -x
+complete -c mx -n '__mx_at mx pull' -l json -d 'one JSON document on stdout, errors too'
+complete -c mx -n '__mx_at mx pull' -l quiet -s q -d 'only warnings and errors on stderr'
+complete -c mx -n '__mx_at mx pull' -l verbose -s v -d 'decisions on stderr; -vv each request too'
 complete -c mx -n '__mx_at mx pull' -l help -d 'Show the help and exit'
 complete -c mx -n '__mx_at mx pull' -a 'MODEL IDENTITY'
-complete -c mx -n '__mx_at mx peers' -l probe -d 'ask each peer whether it is there, and what it holds env MX_PROBE'
-complete -c mx -n '__mx_at mx peers' -l cache-dir -d 'root of the shared cache env MX_CACHE_DIR' -x
-complete -c mx -n '__mx_at mx peers' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65s' -x
-complete -c mx -n '__mx_at mx peers' -l discovery -d 'where peers are found: dir:PATH (peers/ in the cache), static:HOST:PORT,... or dns:NAME:PORT env MX_DISCOVERY' -x
-complete -c mx -n '__mx_at mx peers' -l record-beat -d 'seconds between two signs of life of a peers record env MX_RECORD_BEAT; default 15s' -x
-complete -c mx -n '__mx_at mx peers' -l peer-token-file -d 'file of secrets that peers share, one a line: the first is offered, all are accepted env MX_PEER_TOKEN_FILE' -x
-complete -c mx -n '__mx_at mx peers' -l endpoint-url -d 'endpoint of an S3- or GCS-compatible store env MX_ENDPOINT_URL' -x
-complete -c mx -n '__mx_at mx peers' -l region -d 'region of the bucket env MX_REGION' -x
-complete -c mx -n '__mx_at mx peers' -l anon -d 'send no credentials env MX_ANON'
-complete -c mx -n '__mx_at mx peers' -l requester-pays -d 'accept the requesters charges env MX_REQUESTER_PAYS'
-complete -c mx -n '__mx_at mx peers' -l ca-bundle -d 'file of CA certificates to trust env MX_CA_BUNDLE' -x
-complete -c mx -n '__mx_at mx peers' -l insecure -d 'verify no TLS certificate, and want no secret of peers env MX_INSECURE'
-complete -c mx -n '__mx_at mx peers' -l hf-token-file -d 'file with the Hugging Face token env MX_HF_TOKEN_FILE' -x
-complete -c mx -n '__mx_at mx peers' -l offline -d 'use the cache only, open no connection env MX_OFFLINE'
-complete -c mx -n '__mx_at mx peers' -l connect-timeout -d 'seconds to open a connection env MX_CONNECT_TIMEOUT; default 10s' -x
-complete -c mx -n '__mx_at mx peers' -l stall-timeout -d 'no byte for this long is a failure env MX_STALL_TIMEOUT; default 60s' -x
-complete -c mx -n '__mx_at mx peers' -l retry-for -d 'how long to retry an origin without progress env MX_RETRY_FOR; default 600s' -x
-complete -c mx -n '__mx_at mx peers' -l timeout -d 'limit for the whole command env MX_TIMEOUT' -x
-complete -c mx -n '__mx_at mx peers' -l log-format -d 'format of stderr env MX_LOG_FORMAT; default text' -x -a 'text json'
-complete -c mx -n '__mx_at mx peers' -l progress -d 'how progress is shown env MX_PROGRESS; default auto' -x -a 'auto bar plain none'
-complete -c mx -n '__mx_at mx peers' -l strict -d 'exit 3 when there were warnings env MX_STRICT'
-complete -c mx -n '__mx_at mx peers' -l config -d 'TOML file of settings env MX_CONFIG' -x
-complete -c mx -n '__mx_at mx peers' -l json -d 'one JSON document on stdout, errors too env MX_JSON'
-complete -c mx -n '__mx_at mx peers' -l quiet -s q -d 'only warnings and errors on stderr env MX_QUIET'
-complete -c mx -n '__mx_at mx peers' -l verbose -s v -d 'decisions on stderr; -vv each request too env MX_VERBOSE'
+complete -c mx -n '__mx_at mx peers' -l probe -d 'ask each peer whether it is there, and what it holds'
+complete -c mx -n '__mx_at mx peers' -l cache-dir -d 'root of the shared cache, else ~/.cache/mx' -x
+complete -c mx -n '__mx_at mx peers' -l visibility -d 'how long a file system may hide a name that another host made' -x
+complete -c mx -n '__mx_at mx peers' -l discovery -d 'where peers are found: dir:PATH (peers/ in the cache), static:HOST:PORT,... or dns:NAME:PORT' -x
+complete -c mx -n '__mx_at mx peers' -l record-beat -d 'seconds between two signs of life of a peer\'s record' -x
+complete -c mx -n '__mx_at mx peers' -l peer-token-file -d 'file of secrets that peers share, one a line: the first is offered, all are accepted' -x
+complete -c mx -n '__mx_at mx peers' -l endpoint-url -d 'endpoint of an S3- or GCS-compatible store' -x
+complete -c mx -n '__mx_at mx peers' -l region -d 'region of the bucket' -x
+complete -c mx -n '__mx_at mx peers' -l anon -d 'send no credentials'
+complete -c mx -n '__mx_at mx peers' -l requester-pays -d 'accept the requester\'s charges'
+complete -c mx -n '__mx_at mx peers' -l ca-bundle -d 'file of CA certificates to trust' -x
+complete -c mx -n '__mx_at mx peers' -l insecure -d 'verify no TLS certificate, and want no secret of peers'
+complete -c mx -n '__mx_at mx peers' -l hf-token-file -d 'file with the Hugging Face token' -x
+complete -c mx -n '__mx_at mx peers' -l offline -d 'use the cache only, open no connection'
+complete -c mx -n '__mx_at mx peers' -l connect-timeout -d 'seconds to open a connection' -x
+complete -c mx -n '__mx_at mx peers' -l stall-timeout -d 'no byte for this long is a failure' -x
+complete -c mx -n '__mx_at mx peers' -l retry-for -d 'how long to retry an origin without progress' -x
+complete -c mx -n '__mx_at mx peers' -l timeout -d 'limit for the whole command' -x
+complete -c mx -n '__mx_at mx peers' -l log-format -d 'format of stderr' -x -a 'text json'
+complete -c mx -n '__mx_at mx peers' -l progress -d 'how progress is shown' -x -a 'auto bar plain none'
+complete -c mx -n '__mx_at mx peers' -l strict -d 'exit 3 when there were warnings'
+complete -c mx -n '__mx_at mx peers' -l config -d 'TOML file of settings' -x
+complete -c mx -n '__mx_at mx peers' -l json -d 'one JSON document on stdout, errors too'
+complete -c mx -n '__mx_at mx peers' -l quiet -s q -d 'only warnings and errors on stderr'
+complete -c mx -n '__mx_at mx peers' -l verbose -s v -d 'decisions on stderr; -vv each request too'
 complete -c mx -n '__mx_at mx peers' -l help -d 'Show the help and exit'
 complete -c mx -n '__mx_at mx peers' -F
-complete -c mx -n '__mx_at mx status' -l cache-dir -d 'root of the shared cache env MX_CACHE_DIR' -x
-complete -c mx -n '__mx_at mx status' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65s' -x
-complete -c mx -n '__mx_at mx status' -l ttl -d 'a leader that shows no progress for this long is replaced env MX_TTL; default 20s' -x
-complete -c mx -n '__mx_at mx status' -l beat -d 'seconds between two signs of life of a leader env MX_BEAT; default 2s' -x
-complete -c mx -n '__mx_at mx status' -l timeout -d 'limit for the whole command env MX_TIMEOUT' -x
-complete -c mx -n '__mx_at mx status' -l log-format -d 'format of stderr env MX_LOG_FORMAT; default text' -x -a 'text json'
-complete -c mx -n '__mx_at mx status' -l progress -d 'how progress is shown env MX_PROGRESS; default auto' -x -a 'auto bar plain none'
-complete -c mx -n '__mx_at mx status' -l strict -d 'exit 3 when there were warnings env MX_STRICT'
-complete -c mx -n '__mx_at mx status' -l config -d 'TOML file of settings env MX_CONFIG' -x
-complete -c mx -n '__mx_at mx status' -l json -d 'one JSON document on stdout, errors too env MX_JSON'
-complete -c mx -n '__mx_at mx status' -l quiet -s q -d 'only warnings and errors on stderr env MX_QUIET'
-complete -c mx -n '__mx_at mx status' -l verbose -s v -d 'decisions on stderr; -vv each request too env MX_VERBOSE'
+complete -c mx -n '__mx_at mx status' -l cache-dir -d 'root of the shared cache, else ~/.cache/mx' -x
+complete -c mx -n '__mx_at mx status' -l visibility -d 'how long a file system may hide a name that another host made' -x
+complete -c mx -n '__mx_at mx status' -l ttl -d 'a leader that shows no progress for this long is replaced' -x
+complete -c mx -n '__mx_at mx status' -l beat -d 'seconds between two signs of life of a leader' -x
+complete -c mx -n '__mx_at mx status' -l timeout -d 'limit for the whole command' -x
+complete -c mx -n '__mx_at mx status' -l log-format -d 'format of stderr' -x -a 'text json'
+complete -c mx -n '__mx_at mx status' -l progress -d 'how progress is shown' -x -a 'auto bar plain none'
+complete -c mx -n '__mx_at mx status' -l strict -d 'exit 3 when there were warnings'
+complete -c mx -n '__mx_at mx status' -l config -d 'TOML file of settings' -x
+complete -c mx -n '__mx_at mx status' -l json -d 'one JSON document on stdout, errors too'
+complete -c mx -n '__mx_at mx status' -l quiet -s q -d 'only warnings and errors on stderr'
+complete -c mx -n '__mx_at mx status' -l verbose -s v -d 'decisions on stderr; -vv each request too'
 complete -c mx -n '__mx_at mx status' -l help -d 'Show the help and exit'
-complete -c mx -n '__mx_at mx doctor' -l ranks -d 'processes of this machine that share the weights env MX_RANKS' -x
-complete -c mx -n '__mx_at mx doctor' -l listen -d 'be the other side of a doctor --peer until stopped; with --peer: to be dialled back env MX_DOCTOR_LISTEN' -x
-complete -c mx -n '__mx_at mx doctor' -l advertise -d 'the address that --listen tells others env MX_DOCTOR_ADVERTISE' -x
-complete -c mx -n '__mx_at mx doctor' -l peer -d 'measure the way to a doctor --listen, or to a peer env MX_DOCTOR_PEER' -x
-complete -c mx -n '__mx_at mx doctor' -l cache-dir -d 'root of the shared cache env MX_CACHE_DIR' -x
-complete -c mx -n '__mx_at mx doctor' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65s' -x
-complete -c mx -n '__mx_at mx doctor' -l endpoint-url -d 'endpoint of an S3- or GCS-compatible store env MX_ENDPOINT_URL' -x
-complete -c mx -n '__mx_at mx doctor' -l region -d 'region of the bucket env MX_REGION' -x
-complete -c mx -n '__mx_at mx doctor' -l anon -d 'send no credentials env MX_ANON'
-complete -c mx -n '__mx_at mx doctor' -l requester-pays -d 'accept the requesters charges env MX_REQUESTER_PAYS'
-complete -c mx -n '__mx_at mx doctor' -l ca-bundle -d 'file of CA certificates to trust env MX_CA_BUNDLE' -x
-complete -c mx -n '__mx_at mx doctor' -l insecure -d 'verify no TLS certificate, and want no secret of peers env MX_INSECURE'
-complete -c mx -n '__mx_at mx doctor' -l hf-token-file -d 'file with the Hugging Face token env MX_HF_TOKEN_FILE' -x
-complete -c mx -n '__mx_at mx doctor' -l offline -d 'use the cache only, open no connection env MX_OFFLINE'
-complete -c mx -n '__mx_at mx doctor' -l connect-timeout -d 'seconds to open a connection env MX_CONNECT_TIMEOUT; default 10s' -x
-complete -c mx -n '__mx_at mx doctor' -l stall-timeout -d 'no byte for this long is a failure env MX_STALL_TIMEOUT; default 60s' -x
-complete -c mx -n '__mx_at mx doctor' -l retry-for -d 'how long to retry an origin without progress env MX_RETRY_FOR; default 600s' -x
-complete -c mx -n '__mx_at mx doctor' -l peer-token-file -d 'file of secrets that peers share, one a line: the first is offered, all are accepted env MX_PEER_TOKEN_FILE' -x
-complete -c mx -n '__mx_at mx doctor' -l interface -d 'network interfaces of the NIXL data path, comma-separated env MX_INTERFACE' -x
-complete -c mx -n '__mx_at mx doctor' -l data-ports -d 'ports of the NIXL data path: FIRST-LAST env MX_DATA_PORTS' -x
-complete -c mx -n '__mx_at mx doctor' -l discovery -d 'where peers are found: dir:PATH (peers/ in the cache), static:HOST:PORT,... or dns:NAME:PORT env MX_DISCOVERY' -x
-complete -c mx -n '__mx_at mx doctor' -l record-beat -d 'seconds between two signs of life of a peers record env MX_RECORD_BEAT; default 15s' -x
-complete -c mx -n '__mx_at mx doctor' -l timeout -d 'limit for the whole command env MX_TIMEOUT' -x
-complete -c mx -n '__mx_at mx doctor' -l log-format -d 'format of stderr env MX_LOG_FORMAT; default text' -x -a 'text json'
-complete -c mx -n '__mx_at mx doctor' -l progress -d 'how progress is shown env MX_PROGRESS; default auto' -x -a 'auto bar plain none'
-complete -c mx -n '__mx_at mx doctor' -l strict -d 'exit 3 when there were warnings env MX_STRICT'
-complete -c mx -n '__mx_at mx doctor' -l config -d 'TOML file of settings env MX_CONFIG' -x
-complete -c mx -n '__mx_at mx doctor' -l json -d 'one JSON document on stdout, errors too env MX_JSON'
-complete -c mx -n '__mx_at mx doctor' -l quiet -s q -d 'only warnings and errors on stderr env MX_QUIET'
-complete -c mx -n '__mx_at mx doctor' -l verbose -s v -d 'decisions on stderr; -vv each request too env MX_VERBOSE'
+complete -c mx -n '__mx_at mx doctor' -l ranks -d 'processes of this machine that share the weights' -x
+complete -c mx -n '__mx_at mx doctor' -l listen -d 'be the other side of a doctor --peer until stopped; with --peer: to be dialled back' -x
+complete -c mx -n '__mx_at mx doctor' -l advertise -d 'the address that --listen tells others' -x
+complete -c mx -n '__mx_at mx doctor' -l peer -d 'measure the way to a doctor --listen, or to a peer' -x
+complete -c mx -n '__mx_at mx doctor' -l cache-dir -d 'root of the shared cache, else ~/.cache/mx' -x
+complete -c mx -n '__mx_at mx doctor' -l visibility -d 'how long a file system may hide a name that another host made' -x
+complete -c mx -n '__mx_at mx doctor' -l endpoint-url -d 'endpoint of an S3- or GCS-compatible store' -x
+complete -c mx -n '__mx_at mx doctor' -l region -d 'region of the bucket' -x
+complete -c mx -n '__mx_at mx doctor' -l anon -d 'send no credentials'
+complete -c mx -n '__mx_at mx doctor' -l requester-pays -d 'accept the requester\'s charges'
+complete -c mx -n '__mx_at mx doctor' -l ca-bundle -d 'file of CA certificates to trust' -x
+complete -c mx -n '__mx_at mx doctor' -l insecure -d 'verify no TLS certificate, and want no secret of peers'
+complete -c mx -n '__mx_at mx doctor' -l hf-token-file -d 'file with the Hugging Face token' -x
+complete -c mx -n '__mx_at mx doctor' -l offline -d 'use the cache only, open no connection'
+complete -c mx -n '__mx_at mx doctor' -l connect-timeout -d 'seconds to open a connection' -x
+complete -c mx -n '__mx_at mx doctor' -l stall-timeout -d 'no byte for this long is a failure' -x
+complete -c mx -n '__mx_at mx doctor' -l retry-for -d 'how long to retry an origin without progress' -x
+complete -c mx -n '__mx_at mx doctor' -l peer-token-file -d 'file of secrets that peers share, one a line: the first is offered, all are accepted' -x
+complete -c mx -n '__mx_at mx doctor' -l interface -d 'network interfaces of the NIXL data path, comma-separated' -x
+complete -c mx -n '__mx_at mx doctor' -l data-ports -d 'ports of the NIXL data path: FIRST-LAST' -x
+complete -c mx -n '__mx_at mx doctor' -l discovery -d 'where peers are found: dir:PATH (peers/ in the cache), static:HOST:PORT,... or dns:NAME:PORT' -x
+complete -c mx -n '__mx_at mx doctor' -l record-beat -d 'seconds between two signs of life of a peer\'s record' -x
+complete -c mx -n '__mx_at mx doctor' -l timeout -d 'limit for the whole command' -x
+complete -c mx -n '__mx_at mx doctor' -l log-format -d 'format of stderr' -x -a 'text json'
+complete -c mx -n '__mx_at mx doctor' -l progress -d 'how progress is shown' -x -a 'auto bar plain none'
+complete -c mx -n '__mx_at mx doctor' -l strict -d 'exit 3 when there were warnings'
+complete -c mx -n '__mx_at mx doctor' -l config -d 'TOML file of settings' -x
+complete -c mx -n '__mx_at mx doctor' -l json -d 'one JSON document on stdout, errors too'
+complete -c mx -n '__mx_at mx doctor' -l quiet -s q -d 'only warnings and errors on stderr'
+complete -c mx -n '__mx_at mx doctor' -l verbose -s v -d 'decisions on stderr; -vv each request too'
 complete -c mx -n '__mx_at mx doctor' -l help -d 'Show the help and exit'
 complete -c mx -n '__mx_at mx doctor' -F
-complete -c mx -n '__mx_at mx config' -l cache-dir -d 'root of the shared cache env MX_CACHE_DIR' -x
-complete -c mx -n '__mx_at mx config' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65s' -x
-complete -c mx -n '__mx_at mx config' -l endpoint-url -d 'endpoint of an S3- or GCS-compatible store env MX_ENDPOINT_URL' -x
-complete -c mx -n '__mx_at mx config' -l region -d 'region of the bucket env MX_REGION' -x
-complete -c mx -n '__mx_at mx config' -l anon -d 'send no credentials env MX_ANON'
-complete -c mx -n '__mx_at mx config' -l requester-pays -d 'accept the requesters charges env MX_REQUESTER_PAYS'
-complete -c mx -n '__mx_at mx config' -l ca-bundle -d 'file of CA certificates to trust env MX_CA_BUNDLE' -x
-complete -c mx -n '__mx_at mx config' -l insecure -d 'verify no TLS certificate, and want no secret of peers env MX_INSECURE'
-complete -c mx -n '__mx_at mx config' -l hf-token-file -d 'file with the Hugging Face token env MX_HF_TOKEN_FILE' -x
-complete -c mx -n '__mx_at mx config' -l offline -d 'use the cache only, open no connection env MX_OFFLINE'
-complete -c mx -n '__mx_at mx config' -l connect-timeout -d 'seconds to open a connection env MX_CONNECT_TIMEOUT; default 10s' -x
-complete -c mx -n '__mx_at mx config' -l stall-timeout -d 'no byte for this long is a failure env MX_STALL_TIMEOUT; default 60s' -x
-complete -c mx -n '__mx_at mx config' -l retry-for -d 'how long to retry an origin without progress env MX_RETRY_FOR; default 600s' -x
-complete -c mx -n '__mx_at mx config' -l max-connections -d 'connections to an origin at most env MX_MAX_CONNECTIONS; default 32' -x
-complete -c mx -n '__mx_at mx config' -l max-bandwidth -d 'bytes a second at most env MX_MAX_BANDWIDTH' -x
-complete -c mx -n '__mx_at mx config' -l range-size -d 'bytes of one request env MX_RANGE_SIZE; default 16MiB' -x
-complete -c mx -n '__mx_at mx config' -l wait -d 'limit for waiting: on another downloader, for a peer env MX_WAIT' -x
-complete -c mx -n '__mx_at mx config' -l ttl -d 'a leader that shows no progress for this long is replaced env MX_TTL; default 20s' -x
-complete -c mx -n '__mx_at mx config' -l beat -d 'seconds between two signs of life of a leader env MX_BEAT; default 2s' -x
-complete -c mx -n '__mx_at mx config' -l node-name -d 'this nodes name, shown to others env MX_NODE_NAME' -x
-complete -c mx -n '__mx_at mx config' -l namespace -d 'this pods namespace, shown to others env MX_NAMESPACE' -x
-complete -c mx -n '__mx_at mx config' -l if-unreachable -d 'when the origin cannot be asked: fail, or use what is cached env MX_IF_UNREACHABLE; default fail' -x -a 'fail cached'
-complete -c mx -n '__mx_at mx config' -l timeout -d 'limit for the whole command env MX_TIMEOUT' -x
-complete -c mx -n '__mx_at mx config' -l log-format -d 'format of stderr env MX_LOG_FORMAT; default text' -x -a 'text json'
-complete -c mx -n '__mx_at mx config' -l progress -d 'how progress is shown env MX_PROGRESS; default auto' -x -a 'auto bar plain none'
-complete -c mx -n '__mx_at mx config' -l strict -d 'exit 3 when there were warnings env MX_STRICT'
-complete -c mx -n '__mx_at mx config' -l config -d 'TOML file of settings env MX_CONFIG' -x
-complete -c mx -n '__mx_at mx config' -l json -d 'one JSON document on stdout, errors too env MX_JSON'
-complete -c mx -n '__mx_at mx config' -l quiet -s q -d 'only warnings and errors on stderr env MX_QUIET'
-complete -c mx -n '__mx_at mx config' -l verbose -s v -d 'decisions on stderr; -vv each request too env MX_VERBOSE'
+complete -c mx -n '__mx_at mx config' -l cache-dir -d 'root of the shared cache, else ~/.cache/mx' -x
+complete -c mx -n '__mx_at mx config' -l visibility -d 'how long a file system may hide a name that another host made' -x
+complete -c mx -n '__mx_at mx config' -l endpoint-url -d 'endpoint of an S3- or GCS-compatible store' -x
+complete -c mx -n '__mx_at mx config' -l region -d 'region of the bucket' -x
+complete -c mx -n '__mx_at mx config' -l anon -d 'send no credentials'
+complete -c mx -n '__mx_at mx config' -l requester-pays -d 'accept the requester\'s charges'
+complete -c mx -n '__mx_at mx config' -l ca-bundle -d 'file of CA certificates to trust' -x
+complete -c mx -n '__mx_at mx config' -l insecure -d 'verify no TLS certificate, and want no secret of peers'
+complete -c mx -n '__mx_at mx config' -l hf-token-file -d 'file with the Hugging Face token' -x
+complete -c mx -n '__mx_at mx config' -l offline -d 'use the cache only, open no connection'
+complete -c mx -n '__mx_at mx config' -l connect-timeout -d 'seconds to open a connection' -x
+complete -c mx -n '__mx_at mx config' -l stall-timeout -d 'no byte for this long is a failure' -x
+complete -c mx -n '__mx_at mx config' -l retry-for -d 'how long to retry an origin without progress' -x
+complete -c mx -n '__mx_at mx config' -l max-connections -d 'connections to an origin at most' -x
+complete -c mx -n '__mx_at mx config' -l max-bandwidth -d 'bytes a second at most' -x
+complete -c mx -n '__mx_at mx config' -l range-size -d 'bytes of one request' -x
+complete -c mx -n '__mx_at mx config' -l wait -d 'limit for waiting: on another downloader, for a peer' -x
+complete -c mx -n '__mx_at mx config' -l ttl -d 'a leader that shows no progress for this long is replaced' -x
+complete -c mx -n '__mx_at mx config' -l beat -d 'seconds between two signs of life of a leader' -x
+complete -c mx -n '__mx_at mx config' -l node-name -d 'this node\'s name, shown to others' -x
+complete -c mx -n '__mx_at mx config' -l namespace -d 'this pod\'s namespace, shown to others' -x
+complete -c mx -n '__mx_at mx config' -l if-unreachable -d 'when the origin cannot be asked: fail, or use what is cached' -x -a 'fail cached'
+complete -c mx -n '__mx_at mx config' -l timeout -d 'limit for the whole command' -x
+complete -c mx -n '__mx_at mx config' -l log-format -d 'format of stderr' -x -a 'text json'
+complete -c mx -n '__mx_at mx config' -l progress -d 'how progress is shown' -x -a 'auto bar plain none'
+complete -c mx -n '__mx_at mx config' -l strict -d 'exit 3 when there were warnings'
+complete -c mx -n '__mx_at mx config' -l config -d 'TOML file of settings' -x
+complete -c mx -n '__mx_at mx config' -l json -d 'one JSON document on stdout, errors too'
+complete -c mx -n '__mx_at mx config' -l quiet -s q -d 'only warnings and errors on stderr'
+complete -c mx -n '__mx_at mx config' -l verbose -s v -d 'decisions on stderr; -vv each request too'
 complete -c mx -n '__mx_at mx config' -l help -d 'Show the help and exit'
-complete -c mx -n '__mx_at mx cache' -a ls -d 'What is in the cache, a row for each snapshot'
-complete -c mx -n '__mx_at mx cache' -a du -d 'Disk use of each model; files that snapshots share count once'
-complete -c mx -n '__mx_at mx cache' -a verify -d 'Read every file again and compare its digest; exit 16 names the damage'
+complete -c mx -n '__mx_at mx cache' -a ls -d 'List what is in the cache, a row for each snapshot'
+complete -c mx -n '__mx_at mx cache' -a du -d 'Show the disk use of each model'
+complete -c mx -n '__mx_at mx cache' -a verify -d 'Read every file again and compare its digest'
 complete -c mx -n '__mx_at mx cache' -a rm -d 'Remove a model, or one revision of it'
 complete -c mx -n '__mx_at mx cache' -a gc -d 'Remove old revisions and what downloads left; keeps pins'
 complete -c mx -n '__mx_at mx cache' -a unpin -d 'Remove a pin: gc may take what it kept'
 complete -c mx -n '__mx_at mx cache' -l help -d 'Show the help and exit'
-complete -c mx -n '__mx_at mx cache ls' -l cache-dir -d 'root of the shared cache env MX_CACHE_DIR' -x
-complete -c mx -n '__mx_at mx cache ls' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65s' -x
-complete -c mx -n '__mx_at mx cache ls' -l ttl -d 'a leader that shows no progress for this long is replaced env MX_TTL; default 20s' -x
-complete -c mx -n '__mx_at mx cache ls' -l beat -d 'seconds between two signs of life of a leader env MX_BEAT; default 2s' -x
-complete -c mx -n '__mx_at mx cache ls' -l node-name -d 'this nodes name, shown to others env MX_NODE_NAME' -x
-complete -c mx -n '__mx_at mx cache ls' -l namespace -d 'this pods namespace, shown to others env MX_NAMESPACE' -x
-complete -c mx -n '__mx_at mx cache ls' -l timeout -d 'limit for the whole command env MX_TIMEOUT' -x
-complete -c mx -n '__mx_at mx cache ls' -l log-format -d 'format of stderr env MX_LOG_FORMAT; default text' -x -a 'text json'
-complete -c mx -n '__mx_at mx cache ls' -l progress -d 'how progress is shown env MX_PROGRESS; default auto' -x -a 'auto bar plain none'
-complete -c mx -n '__mx_at mx cache ls' -l strict -d 'exit 3 when there were warnings env MX_STRICT'
-complete -c mx -n '__mx_at mx cache ls' -l config -d 'TOML file of settings env MX_CONFIG' -x
-complete -c mx -n '__mx_at mx cache ls' -l json -d 'one JSON document on stdout, errors too env MX_JSON'
-complete -c mx -n '__mx_at mx cache ls' -l quiet -s q -d 'only warnings and errors on stderr env MX_QUIET'
-complete -c mx -n '__mx_at mx cache ls' -l verbose -s v -d 'decisions on stderr; -vv each request too env MX_VERBOSE'
+complete -c mx -n '__mx_at mx cache ls' -l cache-dir -d 'root of the shared cache, else ~/.cache/mx' -x
+complete -c mx -n '__mx_at mx cache ls' -l visibility -d 'how long a file system may hide a name that another host made' -x
+complete -c mx -n '__mx_at mx cache ls' -l ttl -d 'a leader that shows no progress for this long is replaced' -x
+complete -c mx -n '__mx_at mx cache ls' -l beat -d 'seconds between two signs of life of a leader' -x
+complete -c mx -n '__mx_at mx cache ls' -l node-name -d 'this node\'s name, shown to others' -x
+complete -c mx -n '__mx_at mx cache ls' -l namespace -d 'this pod\'s namespace, shown to others' -x
+complete -c mx -n '__mx_at mx cache ls' -l timeout -d 'limit for the whole command' -x
+complete -c mx -n '__mx_at mx cache ls' -l log-format -d 'format of stderr' -x -a 'text json'
+complete -c mx -n '__mx_at mx cache ls' -l progress -d 'how progress is shown' -x -a 'auto bar plain none'
+complete -c mx -n '__mx_at mx cache ls' -l strict -d 'exit 3 when there were warnings'
+complete -c mx -n '__mx_at mx cache ls' -l config -d 'TOML file of settings' -x
+complete -c mx -n '__mx_at mx cache ls' -l json -d 'one JSON document on stdout, errors too'
+complete -c mx -n '__mx_at mx cache ls' -l quiet -s q -d 'only warnings and errors on stderr'
+complete -c mx -n '__mx_at mx cache ls' -l verbose -s v -d 'decisions on stderr; -vv each request too'
 complete -c mx -n '__mx_at mx cache ls' -l help -d 'Show the help and exit'
 complete -c mx -n '__mx_at mx cache ls' -F
-complete -c mx -n '__mx_at mx cache du' -l cache-dir -d 'root of the shared cache env MX_CACHE_DIR' -x
-complete -c mx -n '__mx_at mx cache du' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65s' -x
-complete -c mx -n '__mx_at mx cache du' -l timeout -d 'limit for the whole command env MX_TIMEOUT' -x
-complete -c mx -n '__mx_at mx cache du' -l log-format -d 'format of stderr env MX_LOG_FORMAT; default text' -x -a 'text json'
-complete -c mx -n '__mx_at mx cache du' -l progress -d 'how progress is shown env MX_PROGRESS; default auto' -x -a 'auto bar plain none'
-complete -c mx -n '__mx_at mx cache du' -l strict -d 'exit 3 when there were warnings env MX_STRICT'
-complete -c mx -n '__mx_at mx cache du' -l config -d 'TOML file of settings env MX_CONFIG' -x
-complete -c mx -n '__mx_at mx cache du' -l json -d 'one JSON document on stdout, errors too env MX_JSON'
-complete -c mx -n '__mx_at mx cache du' -l quiet -s q -d 'only warnings and errors on stderr env MX_QUIET'
-complete -c mx -n '__mx_at mx cache du' -l verbose -s v -d 'decisions on stderr; -vv each request too env MX_VERBOSE'
+complete -c mx -n '__mx_at mx cache du' -l cache-dir -d 'root of the shared cache, else ~/.cache/mx' -x
+complete -c mx -n '__mx_at mx cache du' -l visibility -d 'how long a file system may hide a name that another host made' -x
+complete -c mx -n '__mx_at mx cache du' -l timeout -d 'limit for the whole command' -x
+complete -c mx -n '__mx_at mx cache du' -l log-format -d 'format of stderr' -x -a 'text json'
+complete -c mx -n '__mx_at mx cache du' -l progress -d 'how progress is shown' -x -a 'auto bar plain none'
+complete -c mx -n '__mx_at mx cache du' -l strict -d 'exit 3 when there were warnings'
+complete -c mx -n '__mx_at mx cache du' -l config -d 'TOML file of settings' -x
+complete -c mx -n '__mx_at mx cache du' -l json -d 'one JSON document on stdout, errors too'
+complete -c mx -n '__mx_at mx cache du' -l quiet -s q -d 'only warnings and errors on stderr'
+complete -c mx -n '__mx_at mx cache du' -l verbose -s v -d 'decisions on stderr; -vv each request too'
 complete -c mx -n '__mx_at mx cache du' -l help -d 'Show the help and exit'
 complete -c mx -n '__mx_at mx cache du' -F
-complete -c mx -n '__mx_at mx cache verify' -l cache-dir -d 'root of the shared cache env MX_CACHE_DIR' -x
-complete -c mx -n '__mx_at mx cache verify' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65s' -x
-complete -c mx -n '__mx_at mx cache verify' -l timeout -d 'limit for the whole command env MX_TIMEOUT' -x
-complete -c mx -n '__mx_at mx cache verify' -l log-format -d 'format of stderr env MX_LOG_FORMAT; default text' -x -a 'text json'
-complete -c mx -n '__mx_at mx cache verify' -l progress -d 'how progress is shown env MX_PROGRESS; default auto' -x -a 'auto bar plain none'
-complete -c mx -n '__mx_at mx cache verify' -l strict -d 'exit 3 when there were warnings env MX_STRICT'
-complete -c mx -n '__mx_at mx cache verify' -l config -d 'TOML file of settings env MX_CONFIG' -x
-complete -c mx -n '__mx_at mx cache verify' -l json -d 'one JSON document on stdout, errors too env MX_JSON'
-complete -c mx -n '__mx_at mx cache verify' -l quiet -s q -d 'only warnings and errors on stderr env MX_QUIET'
-complete -c mx -n '__mx_at mx cache verify' -l verbose -s v -d 'decisions on stderr; -vv each request too env MX_VERBOSE'
+complete -c mx -n '__mx_at mx cache verify' -l cache-dir -d 'root of the shared cache, else ~/.cache/mx' -x
+complete -c mx -n '__mx_at mx cache verify' -l visibility -d 'how long a file system may hide a name that another host made' -x
+complete -c mx -n '__mx_at mx cache verify' -l timeout -d 'limit for the whole command' -x
+complete -c mx -n '__mx_at mx cache verify' -l log-format -d 'format of stderr' -x -a 'text json'
+complete -c mx -n '__mx_at mx cache verify' -l progress -d 'how progress is shown' -x -a 'auto bar plain none'
+complete -c mx -n '__mx_at mx cache verify' -l strict -d 'exit 3 when there were warnings'
+complete -c mx -n '__mx_at mx cache verify' -l config -d 'TOML file of settings' -x
+complete -c mx -n '__mx_at mx cache verify' -l json -d 'one JSON document on stdout, errors too'
+complete -c mx -n '__mx_at mx cache verify' -l quiet -s q -d 'only warnings and errors on stderr'
+complete -c mx -n '__mx_at mx cache verify' -l verbose -s v -d 'decisions on stderr; -vv each request too'
 complete -c mx -n '__mx_at mx cache verify' -l help -d 'Show the help and exit'
 complete -c mx -n '__mx_at mx cache verify' -F
 complete -c mx -n '__mx_at mx cache rm' -l yes -d 'remove; without it only say what would go'
 complete -c mx -n '__mx_at mx cache rm' -l force -d 'also what is pinned'
-complete -c mx -n '__mx_at mx cache rm' -l cache-dir -d 'root of the shared cache env MX_CACHE_DIR' -x
-complete -c mx -n '__mx_at mx cache rm' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65s' -x
-complete -c mx -n '__mx_at mx cache rm' -l ttl -d 'a leader that shows no progress for this long is replaced env MX_TTL; default 20s' -x
-complete -c mx -n '__mx_at mx cache rm' -l beat -d 'seconds between two signs of life of a leader env MX_BEAT; default 2s' -x
-complete -c mx -n '__mx_at mx cache rm' -l node-name -d 'this nodes name, shown to others env MX_NODE_NAME' -x
-complete -c mx -n '__mx_at mx cache rm' -l namespace -d 'this pods namespace, shown to others env MX_NAMESPACE' -x
-complete -c mx -n '__mx_at mx cache rm' -l timeout -d 'limit for the whole command env MX_TIMEOUT' -x
-complete -c mx -n '__mx_at mx cache rm' -l log-format -d 'format of stderr env MX_LOG_FORMAT; default text' -x -a 'text json'
-complete -c mx -n '__mx_at mx cache rm' -l progress -d 'how progress is shown env MX_PROGRESS; default auto' -x -a 'auto bar plain none'
-complete -c mx -n '__mx_at mx cache rm' -l strict -d 'exit 3 when there were warnings env MX_STRICT'
-complete -c mx -n '__mx_at mx cache rm' -l config -d 'TOML file of settings env MX_CONFIG' -x
-complete -c mx -n '__mx_at mx cache rm' -l json -d 'one JSON document on stdout, errors too env MX_JSON'
-complete -c mx -n '__mx_at mx cache rm' -l quiet -s q -d 'only warnings and errors on stderr env MX_QUIET'
-complete -c mx -n '__mx_at mx cache rm' -l verbose -s v -d 'decisions on stderr; -vv each request too env MX_VERBOSE'
+complete -c mx -n '__mx_at mx cache rm' -l cache-dir -d 'root of the shared cache, else ~/.cache/mx' -x
+complete -c mx -n '__mx_at mx cache rm' -l visibility -d 'how long a file system may hide a name that another host made' -x
+complete -c mx -n '__mx_at mx cache rm' -l ttl -d 'a leader that shows no progress for this long is replaced' -x
+complete -c mx -n '__mx_at mx cache rm' -l beat -d 'seconds between two signs of life of a leader' -x
+complete -c mx -n '__mx_at mx cache rm' -l node-name -d 'this node\'s name, shown to others' -x
+complete -c mx -n '__mx_at mx cache rm' -l namespace -d 'this pod\'s namespace, shown to others' -x
+complete -c mx -n '__mx_at mx cache rm' -l timeout -d 'limit for the whole command' -x
+complete -c mx -n '__mx_at mx cache rm' -l log-format -d 'format of stderr' -x -a 'text json'
+complete -c mx -n '__mx_at mx cache rm' -l progress -d 'how progress is shown' -x -a 'auto bar plain none'
+complete -c mx -n '__mx_at mx cache rm' -l strict -d 'exit 3 when there were warnings'
+complete -c mx -n '__mx_at mx cache rm' -l config -d 'TOML file of settings' -x
+complete -c mx -n '__mx_at mx cache rm' -l json -d 'one JSON document on stdout, errors too'
+complete -c mx -n '__mx_at mx cache rm' -l quiet -s q -d 'only warnings and errors on stderr'
+complete -c mx -n '__mx_at mx cache rm' -l verbose -s v -d 'decisions on stderr; -vv each request too'
 complete -c mx -n '__mx_at mx cache rm' -l help -d 'Show the help and exit'
 complete -c mx -n '__mx_at mx cache rm' -F
-complete -c mx -n '__mx_at mx cache gc' -l keep-last -d 'newest revisions of each model to keep env MX_KEEP_LAST' -x
-complete -c mx -n '__mx_at mx cache gc' -l min-age -d 'keep what was published or used within this env MX_MIN_AGE' -x
+complete -c mx -n '__mx_at mx cache gc' -l keep-last -d 'newest revisions of each model to keep' -x
+complete -c mx -n '__mx_at mx cache gc' -l min-age -d 'keep what was published or used within this' -x
 complete -c mx -n '__mx_at mx cache gc' -l yes -d 'remove; without it only say what would go'
-complete -c mx -n '__mx_at mx cache gc' -l cache-dir -d 'root of the shared cache env MX_CACHE_DIR' -x
-complete -c mx -n '__mx_at mx cache gc' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65s' -x
-complete -c mx -n '__mx_at mx cache gc' -l ttl -d 'a leader that shows no progress for this long is replaced env MX_TTL; default 20s' -x
-complete -c mx -n '__mx_at mx cache gc' -l beat -d 'seconds between two signs of life of a leader env MX_BEAT; default 2s' -x
-complete -c mx -n '__mx_at mx cache gc' -l node-name -d 'this nodes name, shown to others env MX_NODE_NAME' -x
-complete -c mx -n '__mx_at mx cache gc' -l namespace -d 'this pods namespace, shown to others env MX_NAMESPACE' -x
-complete -c mx -n '__mx_at mx cache gc' -l timeout -d 'limit for the whole command env MX_TIMEOUT' -x
-complete -c mx -n '__mx_at mx cache gc' -l log-format -d 'format of stderr env MX_LOG_FORMAT; default text' -x -a 'text json'
-complete -c mx -n '__mx_at mx cache gc' -l progress -d 'how progress is shown env MX_PROGRESS; default auto' -x -a 'auto bar plain none'
-complete -c mx -n '__mx_at mx cache gc' -l strict -d 'exit 3 when there were warnings env MX_STRICT'
-complete -c mx -n '__mx_at mx cache gc' -l config -d 'TOML file of settings env MX_CONFIG' -x
-complete -c mx -n '__mx_at mx cache gc' -l json -d 'one JSON document on stdout, errors too env MX_JSON'
-complete -c mx -n '__mx_at mx cache gc' -l quiet -s q -d 'only warnings and errors on stderr env MX_QUIET'
-complete -c mx -n '__mx_at mx cache gc' -l verbose -s v -d 'decisions on stderr; -vv each request too env MX_VERBOSE'
+complete -c mx -n '__mx_at mx cache gc' -l cache-dir -d 'root of the shared cache, else ~/.cache/mx' -x
+complete -c mx -n '__mx_at mx cache gc' -l visibility -d 'how long a file system may hide a name that another host made' -x
+complete -c mx -n '__mx_at mx cache gc' -l ttl -d 'a leader that shows no progress for this long is replaced' -x
+complete -c mx -n '__mx_at mx cache gc' -l beat -d 'seconds between two signs of life of a leader' -x
+complete -c mx -n '__mx_at mx cache gc' -l node-name -d 'this node\'s name, shown to others' -x
+complete -c mx -n '__mx_at mx cache gc' -l namespace -d 'this pod\'s namespace, shown to others' -x
+complete -c mx -n '__mx_at mx cache gc' -l timeout -d 'limit for the whole command' -x
+complete -c mx -n '__mx_at mx cache gc' -l log-format -d 'format of stderr' -x -a 'text json'
+complete -c mx -n '__mx_at mx cache gc' -l progress -d 'how progress is shown' -x -a 'auto bar plain none'
+complete -c mx -n '__mx_at mx cache gc' -l strict -d 'exit 3 when there were warnings'
+complete -c mx -n '__mx_at mx cache gc' -l config -d 'TOML file of settings' -x
+complete -c mx -n '__mx_at mx cache gc' -l json -d 'one JSON document on stdout, errors too'
+complete -c mx -n '__mx_at mx cache gc' -l quiet -s q -d 'only warnings and errors on stderr'
+complete -c mx -n '__mx_at mx cache gc' -l verbose -s v -d 'decisions on stderr; -vv each request too'
 complete -c mx -n '__mx_at mx cache gc' -l help -d 'Show the help and exit'
 complete -c mx -n '__mx_at mx cache gc' -F
-complete -c mx -n '__mx_at mx cache unpin' -l cache-dir -d 'root of the shared cache env MX_CACHE_DIR' -x
-complete -c mx -n '__mx_at mx cache unpin' -l visibility -d 'how long a file system may hide a name that another host made env MX_VISIBILITY; default 65s' -x
-complete -c mx -n '__mx_at mx cache unpin' -l timeout -d 'limit for the whole command env MX_TIMEOUT' -x
-complete -c mx -n '__mx_at mx cache unpin' -l log-format -d 'format of stderr env MX_LOG_FORMAT; default text' -x -a 'text json'
-complete -c mx -n '__mx_at mx cache unpin' -l progress -d 'how progress is shown env MX_PROGRESS; default auto' -x -a 'auto bar plain none'
-complete -c mx -n '__mx_at mx cache unpin' -l strict -d 'exit 3 when there were warnings env MX_STRICT'
-complete -c mx -n '__mx_at mx cache unpin' -l config -d 'TOML file of settings env MX_CONFIG' -x
-complete -c mx -n '__mx_at mx cache unpin' -l json -d 'one JSON document on stdout, errors too env MX_JSON'
-complete -c mx -n '__mx_at mx cache unpin' -l quiet -s q -d 'only warnings and errors on stderr env MX_QUIET'
-complete -c mx -n '__mx_at mx cache unpin' -l verbose -s v -d 'decisions on stderr; -vv each request too env MX_VERBOSE'
+complete -c mx -n '__mx_at mx cache unpin' -l cache-dir -d 'root of the shared cache, else ~/.cache/mx' -x
+complete -c mx -n '__mx_at mx cache unpin' -l visibility -d 'how long a file system may hide a name that another host made' -x
+complete -c mx -n '__mx_at mx cache unpin' -l timeout -d 'limit for the whole command' -x
+complete -c mx -n '__mx_at mx cache unpin' -l log-format -d 'format of stderr' -x -a 'text json'
+complete -c mx -n '__mx_at mx cache unpin' -l progress -d 'how progress is shown' -x -a 'auto bar plain none'
+complete -c mx -n '__mx_at mx cache unpin' -l strict -d 'exit 3 when there were warnings'
+complete -c mx -n '__mx_at mx cache unpin' -l config -d 'TOML file of settings' -x
+complete -c mx -n '__mx_at mx cache unpin' -l json -d 'one JSON document on stdout, errors too'
+complete -c mx -n '__mx_at mx cache unpin' -l quiet -s q -d 'only warnings and errors on stderr'
+complete -c mx -n '__mx_at mx cache unpin' -l verbose -s v -d 'decisions on stderr; -vv each request too'
 complete -c mx -n '__mx_at mx cache unpin' -l help -d 'Show the help and exit'
 complete -c mx -n '__mx_at mx cache unpin' -F

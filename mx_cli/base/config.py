@@ -85,7 +85,7 @@ def _set(env: str, parse: Parse, default: Any, text: str, *, also: tuple[str, ..
 class Settings:
     """All settings, typed. Sizes in bytes, durations in seconds. `--kebab-case` of the name is the option, where a command has it."""
 
-    cache_dir: Path | None = _set("MX_CACHE_DIR", read_path, None, "root of the shared cache")
+    cache_dir: Path | None = _set("MX_CACHE_DIR", read_path, None, "root of the shared cache, else ~/.cache/mx")
     endpoint_url: str | None = _set("MX_ENDPOINT_URL", _text, None, "endpoint of an S3- or GCS-compatible store")
     anon: bool = _set("MX_ANON", _flag, False, "send no credentials")
     requester_pays: bool = _set("MX_REQUESTER_PAYS", _flag, False, "accept the requester's charges")

@@ -8,31 +8,33 @@ from typing import Annotated, Any
 
 import typer
 
-from mx_cli.base.errors import UsageError, exit_codes
+from mx_cli.base.errors import UsageError
 from mx_cli.base.version import VERSION
 from mx_cli.cli import cache, config, doctor, hash_, peers, prefetch, pull, serve, status
+from mx_cli.cli.help_text import Command, examples, exit_codes_text
 from mx_cli.cli.session import finish, open_streams, refuse, unwritten
-
-EPILOG = "exit codes: " + "; ".join(f"{code} {meaning.replace('`', '')}" for code, meaning, _ in exit_codes())
 
 app = typer.Typer(
     name="mx",
     help="Model weights where they are needed: once, by the fastest path that exists, verified.",
-    epilog=EPILOG,
+    epilog=exit_codes_text(),
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-app.command("hash")(hash_.hash_)
-app.command("prefetch", context_settings={"allow_interspersed_args": True})(prefetch.prefetch)
-app.command("serve")(serve.serve)
-app.command("pull", context_settings={"allow_interspersed_args": True})(pull.pull)
-app.command("peers")(peers.peers)
-app.command("status")(status.status)
+for name, function in (
+    ("hash", hash_.hash_),
+    ("prefetch", prefetch.prefetch),
+    ("serve", serve.serve),
+    ("pull", pull.pull),
+    ("peers", peers.peers),
+    ("status", status.status),
+    ("doctor", doctor.doctor),
+    ("config", config.config),
+):
+    app.command(name, cls=Command, epilog=examples(name))(function)
 app.add_typer(cache.app, name="cache")
-app.command("doctor")(doctor.doctor)
-app.command("config")(config.config)
 
 
 def _version(value: bool) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from mx_cli.base import units
+from mx_cli.cli.help_text import Command
 from mx_cli.cli.options import CACHE, command
 from mx_cli.cli.render.table import table
 from mx_cli.cli.session import Session
@@ -21,13 +22,13 @@ NAME = "[MODEL|MODEL@REVISION]..."
 ABOUT = "URI, or directory name below models/, of a model; all when none is given"
 MODELS = Annotated[Optional[list[str]], typer.Argument(metavar=NAME, help=ABOUT)]  # noqa: UP045 - typer reads the object
 
-app = typer.Typer(help="The cache: what is there, whether it is whole, and taking it away again.")
+app = typer.Typer(help="Look into the cache, verify it, and remove what is in it.")
 
 
-@app.command("ls")
+@app.command("ls", cls=Command)
 @command(CACHE, LEASE)
 def ls(session: Session, models: MODELS = None) -> None:
-    """What is in the cache, a row for each snapshot."""
+    """List what is in the cache, a row for each snapshot."""
     from mx_cli.flows import cache
 
     context = session.context()
@@ -44,10 +45,10 @@ def ls(session: Session, models: MODELS = None) -> None:
     session.answer(text, {"schema": 1, "snapshots": [_plain(row) for row in rows]}, final=f"{len(rows)} snapshots")
 
 
-@app.command("du")
+@app.command("du", cls=Command)
 @command(CACHE)
 def du(session: Session, models: MODELS = None) -> None:
-    """Disk use of each model; files that snapshots share count once."""
+    """Show the disk use of each model. Files that snapshots share count once."""
     from mx_cli.flows import cache
 
     context = session.context()
@@ -64,13 +65,13 @@ def du(session: Session, models: MODELS = None) -> None:
     session.answer(text, document, final=units.size(total))
 
 
-@app.command("verify")
+@app.command("verify", cls=Command)
 @command(CACHE)
 def verify(
     session: Session,
     models: MODELS = None,
 ) -> None:
-    """Read every file again and compare its digest; exit 16 names the damage."""
+    """Read every file again and compare its digest. Exit 16 names the damage."""
     from mx_cli.flows import cache
 
     context = session.context()
@@ -81,7 +82,7 @@ def verify(
     )
 
 
-@app.command("rm")
+@app.command("rm", cls=Command)
 @command(CACHE, LEASE)
 def rm(
     session: Session,
@@ -97,12 +98,14 @@ def rm(
     _removed(session, cache.remove(context, model, force=force, yes=yes))
 
 
-@app.command("gc")
+@app.command("gc", cls=Command)
 @command(CACHE, LEASE)
 def gc(
     session: Session,
     models: MODELS = None,
-    keep_last: Annotated[int, typer.Option("--keep-last", min=0, help="newest revisions of each model to keep")] = 2,
+    keep_last: Annotated[
+        int, typer.Option("--keep-last", min=0, metavar="N", help="newest revisions of each model to keep")
+    ] = 2,
     min_age: Annotated[
         str, typer.Option("--min-age", metavar="DURATION", help="keep what was published or used within this")
     ] = "7d",
@@ -118,7 +121,7 @@ def gc(
     _removed(session, cache.gc(context, models or (), policy, yes=yes))
 
 
-@app.command("unpin")
+@app.command("unpin", cls=Command)
 @command(CACHE)
 def unpin(session: Session, name: Annotated[str, typer.Argument(metavar="NAME", help="name given to --pin")]) -> None:
     """Remove a pin: gc may take what it kept."""

@@ -10,7 +10,7 @@ from mx_cli.cli.session import Session
 
 @command(CACHE, ORIGIN, TRANSFER, ELECTION, ("if_unreachable",))
 def config(session: Session) -> None:
-    """Each setting, its value and where it came from."""
+    """Show each setting, its value and where it came from."""
     rows = []
     for name in FIELDS:
         value = getattr(session.settings, name)

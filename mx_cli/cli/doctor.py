@@ -58,7 +58,7 @@ def doctor(
         ),
     ] = None,
 ) -> None:
-    """What this machine can do, or the way to another one, with a fix for each row; exit 20 when a row fails."""
+    """Measure what this machine can do, or the way to another one. A fix for each row; exit 20 when a row fails."""
     context = session.context()
     if (listen or peer) and model is not None:
         raise UsageError("MODEL is not for --listen and --peer", hint="mx doctor MODEL by itself")

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 Identify = Callable[[str, str | None], "HashResult"]
 TEXT = Optional[str]  # noqa: UP045 - typer reads the object
 MANY = Optional[list[str]]  # noqa: UP045
+LAYOUT = "Weights as an engine holds them"
 
 
 @command(CACHE, ORIGIN)
@@ -38,26 +39,45 @@ def hash_(
     ] = None,
     verify: Annotated[bool, typer.Option("--verify", help="read weights again, whatever is remembered")] = False,
     stage: Annotated[
-        TEXT, typer.Option("--stage", metavar="checkpoint|loaded|processed", help="default: checkpoint")
+        TEXT,
+        typer.Option(
+            "--stage",
+            metavar="checkpoint|loaded|processed",
+            help="the files as published, or what an engine holds [default checkpoint; loaded with these options]",
+            rich_help_panel=LAYOUT,
+        ),
     ] = None,
-    tp: Annotated[TEXT, typer.Option("--tp", metavar="N", help="tensor-parallel size")] = None,
-    pp: Annotated[TEXT, typer.Option("--pp", metavar="N", help="pipeline-parallel size")] = None,
-    ep: Annotated[TEXT, typer.Option("--ep", metavar="N", help="expert-parallel size")] = None,
-    dp: Annotated[TEXT, typer.Option("--dp", metavar="N", help="data-parallel size")] = None,
-    rank: Annotated[TEXT, typer.Option("--rank", metavar="N", help="this rank")] = None,
-    dtype: Annotated[TEXT, typer.Option("--dtype", help="dtype in memory")] = None,
-    quantization: Annotated[TEXT, typer.Option("--quantization", help="quantization in memory")] = None,
-    engine: Annotated[TEXT, typer.Option("--engine", help="inference engine")] = None,
-    engine_version: Annotated[TEXT, typer.Option("--engine-version", help="its version")] = None,
+    tp: Annotated[TEXT, typer.Option("--tp", metavar="N", help="tensor-parallel size", rich_help_panel=LAYOUT)] = None,
+    pp: Annotated[
+        TEXT, typer.Option("--pp", metavar="N", help="pipeline-parallel size", rich_help_panel=LAYOUT)
+    ] = None,
+    ep: Annotated[TEXT, typer.Option("--ep", metavar="N", help="expert-parallel size", rich_help_panel=LAYOUT)] = None,
+    dp: Annotated[TEXT, typer.Option("--dp", metavar="N", help="data-parallel size", rich_help_panel=LAYOUT)] = None,
+    rank: Annotated[
+        TEXT, typer.Option("--rank", metavar="N", help="this rank, counted from 0", rich_help_panel=LAYOUT)
+    ] = None,
+    dtype: Annotated[
+        TEXT, typer.Option("--dtype", metavar="NAME", help="dtype in memory", rich_help_panel=LAYOUT)
+    ] = None,
+    quantization: Annotated[
+        TEXT, typer.Option("--quantization", metavar="NAME", help="quantization in memory", rich_help_panel=LAYOUT)
+    ] = None,
+    engine: Annotated[
+        TEXT, typer.Option("--engine", metavar="NAME", help="inference engine", rich_help_panel=LAYOUT)
+    ] = None,
+    engine_version: Annotated[
+        TEXT, typer.Option("--engine-version", metavar="VERSION", help="its version", rich_help_panel=LAYOUT)
+    ] = None,
     set_: Annotated[
-        MANY, typer.Option("--set", metavar="K=V", help="another factor of the layout; may be repeated")
+        MANY,
+        typer.Option("--set", metavar="NAME=VALUE", help="another factor; may be repeated", rich_help_panel=LAYOUT),
     ] = None,
     scheme: Annotated[
-        TEXT, typer.Option("--scheme", metavar="mx1|modelexpress", help="whose identity; default mx1")
+        TEXT, typer.Option("--scheme", metavar="mx1|modelexpress", help="whose identity [default mx1]")
     ] = None,
     field: Annotated[MANY, typer.Option("--field", metavar="NAME=VALUE", help="of --scheme modelexpress")] = None,
 ) -> None:
-    """Say which weights are interchangeable: print the model's identity."""
+    """Print the identity of weights: equal ones are interchangeable."""
     from mx_cli.base.errors import UsageError
     from mx_cli.model.layout import layout
 

@@ -14,6 +14,7 @@ import typer
 from typer.models import OptionInfo
 
 from mx_cli.base.config import FIELDS, own_variable
+from mx_cli.cli.help_text import EVERYWHERE
 from mx_cli.cli.session import Session
 
 COMMON = ("timeout", "log_format", "progress", "strict")
@@ -35,6 +36,14 @@ TRANSFER = ("max_connections", "max_bandwidth", "range_size")
 PEERS = ("discovery", "record_beat")
 PEER = ("peer_token_file", "interface", "data_ports")
 ELECTION = ("wait", "ttl", "beat", "node_name", "namespace")
+
+GROUPS = {
+    **dict.fromkeys((*CACHE, *ELECTION), "Shared cache"),
+    **dict.fromkeys((*ORIGIN, *TRANSFER, "if_unreachable"), "Origin"),
+    **dict.fromkeys((*PEERS, *PEER, "memory", "peer_stall_timeout", "grant_ttl"), "Peers"),
+    **dict.fromkeys(COMMON, EVERYWHERE),
+}
+"""Where a setting stands in the help."""
 
 CONSENT = ("--yes", "--force")
 """What a person has to say each time: a variable that is left set must not remove anything."""
@@ -58,9 +67,11 @@ def _option(name: str) -> Any:
         shown.append(f"default {_typed(parse.__name__, spec.default)}")
     help_text = f"{text} [{'; '.join(shown)}]" if shown else text
     if parse.__name__ == "_flag":
-        return Annotated[Optional[bool], typer.Option(flag, help=help_text)]  # noqa: UP045 - typer reads the object
+        option = typer.Option(flag, help=help_text, rich_help_panel=GROUPS[name])
+        return Annotated[Optional[bool], option]  # noqa: UP045 - typer reads the object
     metavar = parse.__doc__ if parse.__name__ == "parse" else _METAVARS[parse.__name__]
-    return Annotated[Optional[str], typer.Option(flag, help=help_text, metavar=metavar)]  # noqa: UP045
+    option = typer.Option(flag, help=help_text, metavar=metavar, rich_help_panel=GROUPS[name])
+    return Annotated[Optional[str], option]  # noqa: UP045
 
 
 def _typed(parse: str, default: Any) -> str:
@@ -90,6 +101,7 @@ def with_variable(annotation: Any) -> Any:
     VARIABLES.add(variable)
     option.envvar, option.show_envvar = variable, False
     option.help = f"{option.help} [env {variable}{', separated by blanks' if several else ''}]"
+    option.metavar = option.metavar or ("TEXT" if str in (kind, *get_args(kind)) else None)
     return Annotated[kind, option]
 
 
@@ -129,6 +141,7 @@ _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 
 def _everywhere(name: str, default: Any, kind: Any, option: Any) -> inspect.Parameter:
+    option.rich_help_panel = EVERYWHERE
     return inspect.Parameter(name, _KEYWORD, default=default, annotation=with_variable(Annotated[kind, option]))
 
 

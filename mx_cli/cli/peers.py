@@ -30,7 +30,7 @@ def peers(
         bool, typer.Option("--probe", help="ask each peer whether it is there, and what it holds")
     ] = False,
 ) -> None:
-    """Peers that serve weights: who, where, what, and when it last showed that it lives."""
+    """List the peers that serve weights. Who, where, what, and when each last showed that it lives."""
     from mx_cli.base.events import Notice
     from mx_cli.flows.peers import find_peers
 

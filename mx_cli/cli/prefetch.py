@@ -53,7 +53,7 @@ def prefetch(
         typer.Option("--hf-cache", metavar="DIR", help="also show it in a Hugging Face cache ('' = the default one)"),
     ] = None,
 ) -> None:
-    """Bring a checkpoint into the shared cache, once; print its directory."""
+    """Bring a checkpoint into the shared cache, once. Prints its directory."""
     from mx_cli.flows import prefetch as flow
     from mx_cli.flows.deliver import prepare_result
     from mx_cli.flows.request import Request

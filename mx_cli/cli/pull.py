@@ -93,7 +93,7 @@ def pull(
         bool, typer.Option("--dry-run", help="show the routes with reasons and what each would move; move nothing")
     ] = False,
 ) -> None:
-    """Bring the weights here by the best route: a peer, the cache, the origin; print their directory."""
+    """Bring weights here from a peer, the cache or the origin. Prints their directory."""
     from mx_cli.base.units import parse_duration
     from mx_cli.flows import pull as flow
     from mx_cli.flows.data_path import Wish

@@ -19,7 +19,7 @@ SHORT = 12
 
 @command(CACHE, ("ttl", "beat"))
 def status(session: Session) -> None:
-    """Downloads in progress on this cache: who leads, how far, how fast, and why a slow one is slow."""
+    """Show the downloads in progress on this cache. Who leads, how far, how fast, and why a slow one is slow."""
     from mx_cli.flows.status import downloads
 
     context = session.context()

@@ -183,7 +183,7 @@ def read_until(terminal: int, text: str, timeout: float, quiet: float | None = N
         ("", ["prefetch", "Fetch a checkpoint", "cache"], ["rm"]),
         ("cache ", ["ls", "rm", "List the snapshots"], ["prefetch"]),
         ("prefetch --log-format ", ["text", "json"], ["subdir"]),
-        ("prefetch --", ["--link", "--quiet", "How stderr looks: its a choice"], ["--json"]),
+        ("prefetch --", ["--link", "--quiet", "How stderr looks: it's a 'choice'"], ["--json"]),
         ("prefetch --to ", ["subdir"], ["some"]),
         ("prefetch ", ["subdir", "some"], []),
     ],
