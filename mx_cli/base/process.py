@@ -35,7 +35,7 @@ def start_time(pid: int) -> str:
 
 
 def is_gone(pid: int, start: str) -> bool:
-    """Whether the process that had this pid and start time has ended. What /proc hides from us (hidepid) may live."""
+    """Whether the process that had this pid and start time has ended. One that /proc hides may live."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""Nothing twice: files that a manifest of this model vouches for already, here or in another snapshot."""
+"""Files that need no fetching: a manifest of this model vouches for them already, here or in another snapshot."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Reuse:
         return None
 
     def _usable(self, manifest: Manifest, record: FileRecord) -> bool:
-        """Whether the file is there. Small ones are read too: a damaged configuration is worth more than a look."""
+        """Whether the file is there. Small ones are read, too: that costs little, and a damaged configuration much."""
         if self._snapshots.missing(manifest, [record.path]):
             return False
         if record.size > SMALL:

@@ -22,7 +22,7 @@ def check_stray(cmd: list[str]) -> None:
 
 
 def check_program(name: str, environ: Mapping[str, str]) -> None:
-    """A misspelt program is found before the download, unless it is to come with it. Raises UsageError."""
+    """Refuse a misspelt program before the download, unless it comes with the download. Raises UsageError."""
     if not name:
         raise UsageError("cannot run '': the name of a program is missing after --")
     if "{}" in name:

@@ -58,7 +58,7 @@ class _Kept:
     written: float
 
     def silence(self, now: float) -> float:
-        """Seconds. A time that is yet to come is as far from now as one that was: clocks are set back."""
+        """Seconds between then and now, whichever is first: clocks are set back."""
         return abs(now - self.written)
 
     def is_stale(self, now: float) -> bool:

@@ -105,7 +105,7 @@ def first(
 
 
 def summed(attempts: Sequence[Attempt], errors: Sequence[MxError]) -> MxError:
-    """The error that says most: what is wrong beats who is absent."""
+    """The error that tells most: one of something wrong goes before one of something absent."""
     if not errors:
         return NoPeer("no route is left to try")
     chosen = next((error for error in errors if not isinstance(error, (NoPeer, NotFound))), errors[0])

@@ -81,7 +81,7 @@ class Transformers:
     def ignores(self, module: Any, name: str) -> bool:
         patterns = set(module._keys_to_ignore_on_load_unexpected or ())
         buffers = [one for one, _ in module.named_buffers()]
-        # What were saved once, and are computed now.
+        # Buffers that earlier releases saved, and that are computed now.
         for end in ("rotary_emb.inv_freq", "position_ids"):
             if any(one.endswith(end) for one in buffers):
                 patterns.add(rf"(^|\.){re.escape(end)}$")

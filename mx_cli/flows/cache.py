@@ -160,7 +160,7 @@ def _rows(context: Context, revision: Revision) -> Iterator[Row]:
 
 
 def _led(context: Context, revision: Revision) -> bool:
-    """Whether somebody seems to lead: one look, so a leader that died a moment ago elsewhere still counts."""
+    """Whether somebody seems to lead. It is one look: a leader elsewhere that died a moment ago still counts."""
     lease = context.lease(revision.model, revision.name)
     view = lease.look()
     return bool(view.term) and not (view.left or view.failed or lease.surely_dead(view.term))

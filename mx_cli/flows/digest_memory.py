@@ -26,8 +26,7 @@ KEPT = 1000
 class DigestMemory:
     """A memory below `folder`. It only saves work: what can't be read or written is as if it had never been there.
 
-    Entries of other users are not believed. `forgetful`: recall nothing, but remember. `clock`: seconds since 1970, as
-    the file system stamps them.
+    `forgetful`: recall nothing, but remember. `clock`: seconds since 1970, as the file system stamps them.
     """
 
     def __init__(self, folder: Path, *, forgetful: bool = False, clock: Callable[[], float] = time.time) -> None:

@@ -26,7 +26,7 @@ def identities(
 def identity_records(
     uri: str, revision: str, rows: Mapping[str, Sequence[TensorDigest]], wanted: Wanted, config: bytes | None
 ) -> tuple[list[Identity], str]:
-    """Like `identities`, the whole records, and that of the configuration beside them."""
+    """Like `identities`, as full records, and with that of the configuration."""
     found: list[Identity] = []
     if revision:
         found.append(identity.of_origin(uri, revision))

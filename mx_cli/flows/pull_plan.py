@@ -151,7 +151,7 @@ class _Look:
 
 
 def _ways(directory: Path) -> str:
-    """How the files would get into memory: by way of the host's always, straight into a GPU's where that works."""
+    """Whether the files can go straight into a GPU's memory: by way of the host's they always can."""
     from mx_cli.transport.gds import verdict
 
     weights = sorted(directory.rglob("*.safetensors"))

@@ -48,7 +48,7 @@ def into(described: Sequence[Described], *, allow_missing: bool, allow_extra: bo
 
 
 def _distinct(described: Sequence[Described], twins: Mapping[str, str]) -> list[Described]:
-    """One of each memory. Raises Incompatible where the source has different bytes for it, or where some overlaps."""
+    """One tensor for each run of memory. Raises Incompatible where the source has other bytes for it, or two overlap."""
     kept: dict[object, Described] = {}
     for one in described:
         first = kept.setdefault(one.memory if one.size else one.name, one)

@@ -154,7 +154,7 @@ class Resolver:
         }
 
     def from_origin(self, listing: Listing, wanted: Wanted) -> Listing:
-        """The listing to fetch by: one that was remembered says where nothing is, and is asked for again."""
+        """The listing to fetch by. One that was remembered has no keys of files: the origin is asked for it again."""
         if self.offline:
             lacking = f"{self._supply.uri}: offline, and {self.lacking(listing, wanted)}"
             raise NotFound(lacking, hint="run once without --offline")

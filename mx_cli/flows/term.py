@@ -1,4 +1,4 @@
-"""Leading one term: signs of life while the work is done, and a word at its end for those who wait."""
+"""Leading one term: signs of life while the work is done, and how it ended, for those who wait."""
 
 from __future__ import annotations
 

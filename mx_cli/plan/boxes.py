@@ -11,7 +11,7 @@ from mx_cli.plan.ranges import Span
 
 
 class Box(NamedTuple):
-    """So many `runs` of `length` bytes: from `at` of the source's bytes, `pitch` apart, to `to` of the target's, `step` apart."""
+    """`runs` pieces of `length` bytes: from byte `at` of the source, `pitch` apart, to byte `to` of the target, `step` apart."""
 
     at: int
     length: int

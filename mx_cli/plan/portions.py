@@ -1,4 +1,4 @@
-"""A row of pieces in as many contiguous portions as there are ranks, of about as many bytes. Pure."""
+"""Divides a row of pieces into contiguous portions of about as many bytes, one for each rank. Pure."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ COPY_ALONG = 8 << 10
 
 
 class Rows(NamedTuple):
-    """So many `runs` of `length` bytes, `pitch` apart in a file from `offset`; they belong `step` apart from `address`.
+    """`runs` pieces of `length` bytes, `pitch` apart in a file from `offset`; they belong `step` apart from `address`.
 
     `device` as in `Extent`.
     """

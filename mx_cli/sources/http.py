@@ -37,7 +37,7 @@ class Http(WebOrigin):
         return at_revision(Listing(self.uri, _revision(entry), (entry,)), revision, self._uri.shown)
 
     def _ask(self) -> Reply:
-        """HEAD, or the head of a GET for the first byte. Where HEAD says "empty", what GET says: not all servers mean it."""
+        """HEAD, or the head of a GET for the first byte. Where HEAD says "empty", a GET decides: not all servers mean it."""
         shown = self._uri.shown
         reply = self._web.request("HEAD", self._url, shown, sign=self._sign, allow=_NO_HEAD)
         if reply.status in _NO_HEAD:

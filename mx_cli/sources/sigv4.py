@@ -1,6 +1,6 @@
 """AWS Signature Version 4 for requests without a body, as S3 wants it.
 
-Own, because 3,500 small objects must not cost a third of a second of botocore; tested to be equal to it. The recipe is
+Written here since botocore takes a third of a second for 3,500 small objects; tested to sign as it does. The recipe is
 "Signature Calculations for the Authorization Header" of the Amazon S3 API Reference.
 """
 

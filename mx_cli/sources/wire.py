@@ -96,7 +96,7 @@ class Wire:
         lines = [f"{method} {target} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
         try:
             self.sock.sendall(("\r\n".join(lines) + "\r\n\r\n").encode("latin-1"))
-            # One that comes byte by byte is never silent, and never there.
+            # A head that comes byte by byte is never silent, and would never be whole.
             until = time.monotonic() + 2 * self.idle_limit
             head = self._read_head(until)
             while head.status in (100, 102, 103):

@@ -35,7 +35,7 @@ class Held(Protocol):
     def read(self, file: str, offset: int, length: int) -> Iterator[memoryview]:
         """The bytes of a piece of a file; each view is good until the next is asked for. Raises NotFound.
 
-        Who has begun to read keeps what it reads, also past `close`.
+        A read that has begun goes on to its end, also past `close`.
         """
 
     def close(self) -> None:
