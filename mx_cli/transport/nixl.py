@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from mx_cli.base.errors import StillLanding, TransportFailed
 from mx_cli.model.holding import HOST
-from mx_cli.transport import cuda, nixl_env, nixl_log
+from mx_cli.transport import cuda, nixl_env, nixl_log, nixl_needs
 from mx_cli.transport.nixl_env import Network, missing, ucx_version, version
 
 if TYPE_CHECKING:
@@ -213,12 +213,7 @@ class Agent:
     def _open(self) -> None:
         api = nixl_env.load()
         self._errors = nixl_env.errors(api)
-        if full := nixl_env.full_interface(self._variables):
-            told = nixl_env.selecting(self._variables) or nixl_env.wished()
-            raise TransportFailed(
-                f"UCX cannot be started ({told}): no port is free on {full}",
-                hint="--data-ports FIRST-LAST: a reader takes a port for each of its cores, four at most, of each peer",
-            )
+        nixl_needs.check(self._variables)
         if self._gpu:
             # UCX looks for GPUs when it starts, and finds those with a context.
             cuda.make_context(self._device if self._device != HOST else None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import functools
 import importlib
 import importlib.metadata
@@ -22,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from mx_cli.base.errors import MissingCapability, UsageError
-from mx_cli.base.interfaces import Interface, interfaces
 from mx_cli.transport.nixl_log import Log
 
 INSTALL = "pip install 'mx-cli[peer]'"
@@ -31,7 +29,7 @@ PROGRESS_DELAY = 10_000
 """Microseconds between two looks of NIXL's progress thread when nothing wakes it: its own 0 burns a core."""
 
 _BUILDS = ("nixl_cu12", "nixl_cu13")
-_PORTS = re.compile(r"(\d{1,5})-(\d{1,5})", re.ASCII)
+PORTS = re.compile(r"(\d{1,5})-(\d{1,5})", re.ASCII)
 _MESSAGE_TRANSPORTS = frozenset({"all", "tcp"})
 _RDMA_TRANSPORTS = frozenset({"ib", "rc", "ud", "dc", "rc_v", "rc_x", "rc_verbs", "rc_mlx5", "ud_v", "ud_x", "dc_x"})
 
@@ -101,40 +99,12 @@ def _existing(interface: str) -> list[str]:
 
 
 def _port_range(data_ports: str) -> str:
-    match = _PORTS.fullmatch(data_ports)
+    match = PORTS.fullmatch(data_ports)
     if match is None or not 1 <= int(match[1]) <= int(match[2]) <= 65535:
         raise UsageError(
             f"--data-ports {data_ports}: expected FIRST-LAST between 1 and 65535", hint="--data-ports 20000-20100"
         )
     return data_ports
-
-
-def full_interface(wanted: Mapping[str, str]) -> str:
-    """An interface on which none of the data ports is free, "" without one: UCX itself would look for one for ever."""
-    match = _PORTS.fullmatch(os.environ.get("UCX_TCP_PORT_RANGE", wanted.get("UCX_TCP_PORT_RANGE", "")))
-    if match is None:
-        return ""
-    ports = range(int(match[1]), int(match[2]) + 1)
-    devices = os.environ.get("UCX_NET_DEVICES", wanted.get("UCX_NET_DEVICES", ""))
-    names = {device.partition(":")[0] for device in devices.split(",")} - {"", "all"}
-    try:
-        here = interfaces()
-    except OSError:
-        return ""
-    first = {one.name: one for one in reversed(here)}
-    used = [one for one in first.values() if one.name in names or (not names and one.is_usable and not one.is_bridge)]
-    return next((one.name for one in used if not any(_is_free(one, port) for port in ports)), "")
-
-
-def _is_free(interface: Interface, port: int) -> bool:
-    family = socket.AF_INET6 if ":" in interface.address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as sock:
-        try:
-            sock.bind((interface.address, port))
-        except OSError as error:
-            # What else is wrong, UCX itself says.
-            return error.errno != errno.EADDRINUSE
-    return True
 
 
 def variables(network: Network, gpu: bool) -> dict[str, str]:

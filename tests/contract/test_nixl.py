@@ -30,7 +30,7 @@ from mx_cli.engine.buffers import Pool
 from mx_cli.engine.ports import Memory, ReadItem
 from mx_cli.engine.threads import Flight
 from mx_cli.model.manifest import Entry
-from mx_cli.transport import nixl, nixl_env
+from mx_cli.transport import nixl, nixl_env, nixl_needs
 from mx_cli.transport.nixl import Agent, Network
 from mx_cli.transport.paths import NixlRead
 from tests.rig import capabilities
@@ -333,6 +333,36 @@ def test_no_free_port_is_said() -> None:
         with pytest.raises(TransportFailed, match=f"{ports}.*no port is free on lo"):
             agent.blob()
         agent.destroy()
+
+
+@pytest.mark.parametrize("left", [1, 3, 6, 12, 31, 40])
+def test_few_descriptors_end_nobody(left: int) -> None:
+    """UCX by itself would end the process over some of them. The agent can be had once there is room."""
+    ended = python(f"""
+        import os, resource, sys
+        from mx_cli.base.errors import TransportFailed
+        from mx_cli.transport import nixl_env
+        from mx_cli.transport.nixl import Agent
+        nixl_env.load()
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        # Not of those that listing them needs itself.
+        used = len(os.listdir("/proc/self/fd")) - 1
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + {left}, most))
+        agent = Agent("small")
+        try:
+            agent.blob()
+            print("there")
+        except TransportFailed as error:
+            print(error.what)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        print(len(agent.blob()) > 0)
+        from mx_cli.cli.session import finish
+        finish(0)
+    """)
+    assert ended.returncode == 0, ended.stderr
+    said, again = ended.stdout.splitlines()
+    assert said == "there" if left > nixl_needs.DESCRIPTORS else "descriptors are left" in said
+    assert again == "True"
 
 
 def sockets(pid: int) -> list[tuple[str, int, str, int, bool]]:
