@@ -59,6 +59,12 @@ class Engine(Protocol):
         """Any numbers that post-processing can bear."""
 
 
+def of_first_rank(group: Any, find: Callable[[], Any]) -> Any:
+    """What `find` returned in the first rank of an engine's group of processes, in all of them. Blocks for that one."""
+    found = find() if group.rank_in_group == 0 else None
+    return group.broadcast_object(found, src=0) if group.world_size > 1 else found
+
+
 @dataclass(frozen=True)
 class Rank:
     """One of the processes of an engine: `number` of `ranks`. `first_here`: it speaks for its host."""

@@ -10,7 +10,7 @@ from typing import Any
 from sglang.srt.model_loader.loader import DefaultModelLoader
 
 from mx_cli.base.errors import UsageError
-from mx_cli.engines.loading import Loading, Rank, Started, Tensors
+from mx_cli.engines.loading import Loading, Rank, Started, Tensors, of_first_rank
 from mx_cli.engines.offering import Offering
 from mx_cli.engines.options import Options, options_of
 from mx_cli.flows.from_python import process_context
@@ -93,8 +93,7 @@ class _Load:
         self._model, self._device = model_config, device_config
 
     def agree(self, find: Callable[[], Any]) -> Any:
-        found = find() if self._group.rank_in_group == 0 else None
-        return self._group.broadcast_object(found, src=0) if self._group.world_size > 1 else found
+        return of_first_rank(self._group, find)
 
     def build(self, fill: Callable[[Any], None]) -> Any:
         gc.collect()

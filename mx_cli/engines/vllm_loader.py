@@ -117,9 +117,9 @@ class _Load:
     def agree(self, find: Callable[[], Any]) -> Any:
         from vllm.distributed.parallel_state import get_world_group
 
-        group = get_world_group()
-        found = find() if group.rank_in_group == 0 else None
-        return group.broadcast_object(found, src=0) if group.world_size > 1 else found
+        from mx_cli.engines.loading import of_first_rank
+
+        return of_first_rank(get_world_group(), find)
 
     def build(self, fill: Callable[[Any], None]) -> Any:
         import torch
