@@ -30,6 +30,8 @@ SHORTEST = 16
 
 _LARGEST_FILE = 64 << 10
 _TOKEN_NAME = "peer-token"
+_OF_ANOTHER = frozenset({"NO_CERTIFICATE_ASSIGNED", "KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH"})
+"""OpenSSL's reasons for a key that is of another certificate."""
 
 
 def read_secrets(path: Path) -> list[bytes]:
@@ -151,10 +153,18 @@ def load_certificate(certificate: Path, key: Path | None) -> Certificate:
         first = _first_certificate(certificate.read_text("ascii"))
         context.load_cert_chain(certificate, key, password=_no_pass_phrase)
     except (OSError, ValueError) as error:
-        said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        said = _in_words(error)
         hint = f"{certificate} is to hold the key too, or --tls-key FILE: PEM, without a pass phrase"
         raise UsageError(f"cannot use the certificate {certificate} and its key: {said}", hint=hint) from None
     return Certificate(context, hashlib.sha256(first).digest())
+
+
+def _in_words(error: OSError | ValueError) -> str:
+    if isinstance(error, ssl.SSLError) and error.reason in _OF_ANOTHER:
+        return "the key is not that of the file's first certificate"
+    if isinstance(error, UnicodeDecodeError):
+        return "not in PEM form"
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 
 
 def _no_pass_phrase() -> str:

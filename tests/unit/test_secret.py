@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
 from mx_cli.base.errors import FilesystemRefused, MissingCapability, UsageError
 from mx_cli.transport import secret
@@ -216,6 +217,19 @@ def test_the_operators_own_certificate(tls: servers.Tls, tmp_path: Path) -> None
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UsageError, match="pipe is not a regular file"):
         secret.load_certificate(Path(tls.cert), tmp_path / "pipe")
+
+
+def test_a_key_of_another_certificate_and_what_is_not_pem(tls: servers.Tls, tmp_path: Path) -> None:
+    (tmp_path / "der").write_bytes(ssl.PEM_cert_to_DER_cert(Path(tls.cert).read_text()))
+    kinds = [ec.generate_private_key(ec.SECP256R1()), rsa.generate_private_key(65537, 2048)]
+    encoding, form, plain = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    for number, key in enumerate(kinds):
+        other = tmp_path / f"other-{number}"
+        other.write_bytes(key.private_bytes(encoding, form, plain))
+        with pytest.raises(UsageError, match="the key is not that of the file's first certificate"):
+            secret.load_certificate(Path(tls.cert), other)
+    with pytest.raises(UsageError, match="not in PEM form"):
+        secret.load_certificate(tmp_path / "der", Path(tls.key))
 
 
 def test_nobody_is_asked_for_a_pass_phrase(tls: servers.Tls, tmp_path: Path) -> None:
