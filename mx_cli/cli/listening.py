@@ -10,6 +10,8 @@ TEXT = Optional[str]  # noqa: UP045 - typer reads the object
 
 LISTEN, MAX_READERS, DRAIN_TIMEOUT = "127.0.0.1:0", 4, "25s"
 """Their defaults."""
+ABOVE_DRAIN = 5.0
+"""Seconds for the end of a peer beside those that its readers have."""
 Listen = Annotated[
     str,
     typer.Option(

@@ -74,6 +74,11 @@ def _option(name: str) -> Any:
     return Annotated[Optional[str], option]  # noqa: UP045
 
 
+def words(text: str | None) -> list[str]:
+    """The words of an option that takes a list with commas; none where it is not given."""
+    return [word.strip() for word in (text or "").split(",") if word.strip()]
+
+
 def _typed(parse: str, default: Any) -> str:
     """A default as one would type it."""
     if parse == "parse_duration":

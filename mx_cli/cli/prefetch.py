@@ -9,7 +9,7 @@ import typer
 
 from mx_cli.base.errors import UsageError
 from mx_cli.cli.become import become, check_program, check_stray
-from mx_cli.cli.options import CACHE, ELECTION, ORIGIN, PEER, PEERS, TRANSFER, command
+from mx_cli.cli.options import CACHE, ELECTION, ORIGIN, PEER, PEERS, TRANSFER, command, words
 from mx_cli.cli.places import apart, place
 from mx_cli.cli.session import Session
 
@@ -74,7 +74,7 @@ def prefetch(
         pin=pin,
         to=place("--to", to),
         link=place("--link", link),
-        sources=tuple(word.strip() for word in (from_ or "").split(",") if word.strip()),
+        sources=tuple(words(from_)),
         hf_cache=None if hf_cache is None else Path(hf_cache),
     )
     result_file = place("--result", result)

@@ -8,8 +8,17 @@ import typer
 
 from mx_cli.base import units
 from mx_cli.cli.become import become, check_program, check_stray
-from mx_cli.cli.listening import DRAIN_TIMEOUT, LISTEN, MAX_READERS, Advertise, DrainTimeout, Listen, MaxReaders
-from mx_cli.cli.options import CACHE, ELECTION, ORIGIN, PEER, PEERS, TRANSFER, command
+from mx_cli.cli.listening import (
+    ABOVE_DRAIN,
+    DRAIN_TIMEOUT,
+    LISTEN,
+    MAX_READERS,
+    Advertise,
+    DrainTimeout,
+    Listen,
+    MaxReaders,
+)
+from mx_cli.cli.options import CACHE, ELECTION, ORIGIN, PEER, PEERS, TRANSFER, command, words
 from mx_cli.cli.places import apart, place
 from mx_cli.cli.render.table import table
 from mx_cli.cli.session import Session
@@ -23,7 +32,6 @@ if TYPE_CHECKING:
 
 MANY = Optional[list[str]]  # noqa: UP045 - typer reads the object
 TEXT = Optional[str]  # noqa: UP045
-ABOVE_DRAIN = 5.0
 
 
 @command(CACHE, ORIGIN, TRANSFER, ELECTION, PEER, PEERS, ("memory", "peer_stall_timeout", "grant_ttl"))
@@ -105,10 +113,10 @@ def pull(
     session.cache_line(context.cache().root)
     if cmd:
         check_program(cmd[0], session.resolved.environ)
-    wish = Wish(tuple(peer or ()), path, frozenset(_words(require)))
+    wish = Wish(tuple(peer or ()), path, frozenset(words(require)))
     directory, result_file = place("--to", to), place("--result", result)
     apart({"--result": result_file, "--to": directory})
-    request = flow.PullRequest(model, wish, revision or None, origin, directory, tuple(_words(route)))
+    request = flow.PullRequest(model, wish, revision or None, origin, directory, tuple(words(route)))
     if dry_run:
         _plan(session, context, request, rank, rules)
         return
@@ -189,7 +197,3 @@ def _table(found: Plan) -> str:
         for choice in found.choices
     ]
     return table(("ROUTE", "STATE", "TO MOVE", "MEMORY", "WHY"), rows, right=frozenset({"TO MOVE", "MEMORY"}))
-
-
-def _words(text: str | None) -> list[str]:
-    return [word.strip() for word in (text or "").split(",") if word.strip()]

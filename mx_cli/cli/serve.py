@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Optional
 import typer
 
 from mx_cli.base.units import parse_duration
-from mx_cli.cli.listening import DRAIN_TIMEOUT, LISTEN, MAX_READERS, Advertise, DrainTimeout, Listen, MaxReaders
+from mx_cli.cli.listening import (
+    ABOVE_DRAIN,
+    DRAIN_TIMEOUT,
+    LISTEN,
+    MAX_READERS,
+    Advertise,
+    DrainTimeout,
+    Listen,
+    MaxReaders,
+)
 from mx_cli.cli.options import CACHE, ELECTION, ORIGIN, PEER, PEERS, TRANSFER, command
 from mx_cli.cli.places import place
 from mx_cli.cli.session import Session
@@ -18,7 +27,6 @@ if TYPE_CHECKING:
     from mx_cli.flows.serve import Ready
 
 TEXT = Optional[str]  # noqa: UP045 - typer reads the object
-ABOVE_DRAIN = 5.0
 
 
 @command(CACHE, ORIGIN, TRANSFER, ELECTION, PEER, PEERS, ("grant_ttl",))
