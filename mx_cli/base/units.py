@@ -25,7 +25,7 @@ def parse_duration(text: str) -> float:
     """Seconds of `90`, `90s`, `5m`, `500ms` or `1h`. Raises UsageError."""
     match = _DURATION.fullmatch(text.strip())
     if not match:
-        raise UsageError(f"not a duration: {text!r}", hint="write it as 90, 90s, 5m or 1h")
+        raise UsageError(f"not a duration: {text!r}", hint="write it as 90, 90s, 5m, 1h or 7d")
     return float(match[1]) * _SECONDS[(match[2] or "s").lower()]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from itertools import takewhile
 from typing import Annotated, Any
 
 import typer
@@ -23,7 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for name, function in (
+COMMANDS = (
     ("hash", hash_.hash_),
     ("prefetch", prefetch.prefetch),
     ("serve", serve.serve),
@@ -32,9 +33,11 @@ for name, function in (
     ("status", status.status),
     ("doctor", doctor.doctor),
     ("config", config.config),
-):
+)
+for name, function in COMMANDS:
     app.command(name, cls=Command, epilog=examples(name))(function)
 app.add_typer(cache.app, name="cache")
+NAMES = {name for name, _ in COMMANDS} | {"cache"} | {str(one.name) for one in cache.app.registered_commands}
 
 
 def _version(value: bool) -> None:
@@ -72,5 +75,5 @@ def _refuse(error: Any) -> int:
     if not hasattr(error, "format_message"):
         raise error
     context = getattr(error, "ctx", None)
-    where = context.command_path if context else "mx"
+    where = context.command_path if context else " ".join(["mx", *takewhile(NAMES.__contains__, sys.argv[1:])])
     return refuse(UsageError(error.format_message().rstrip("."), hint=f"{where} --help"), sys.argv[1:])

@@ -11,6 +11,7 @@ import typer
 from mx_cli.base import units
 from mx_cli.cli.help_text import Command
 from mx_cli.cli.options import CACHE, command
+from mx_cli.cli.places import seconds
 from mx_cli.cli.render.table import table
 from mx_cli.cli.session import Session
 
@@ -117,7 +118,7 @@ def gc(
 
     context = session.context()
     session.cache_line(context.cache().root)
-    policy = Policy(keep_last, units.parse_duration(min_age))
+    policy = Policy(keep_last, seconds("--min-age", min_age))
     _removed(session, cache.gc(context, models or (), policy, yes=yes))
 
 

@@ -1,4 +1,4 @@
-"""Paths that options name, for what a command leaves there."""
+"""What options are given: paths, for what a command leaves there, and durations."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mx_cli.base.config import read_path
 from mx_cli.base.errors import UsageError
+from mx_cli.base.units import parse_duration
 
 
 def place(option: str, text: str | None) -> Path | None:
@@ -22,3 +23,11 @@ def apart(places: Mapping[str, Path | None]) -> None:
     for option, path in places.items():
         if path and (other := seen.setdefault(path, option)) != option:
             raise UsageError(f"{other} {path} and {option} are the same path")
+
+
+def seconds(option: str, text: str) -> float:
+    """Those of a duration. Raises UsageError, which names the option."""
+    try:
+        return parse_duration(text)
+    except UsageError as error:
+        raise UsageError(f"{option}: {error.what}", hint=error.hint) from None

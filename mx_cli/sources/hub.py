@@ -179,7 +179,12 @@ class Hub(WebOrigin):
             return AccessDenied(f"{what}: HTTP 403, {said} may not read this{told}", hint=hint)
         missing = {"RepoNotFound": "repository", "RevisionNotFound": "revision", "EntryNotFound": "file"}
         if code in missing:
-            return NotFound(f"{what}: {missing[code]} not found (HTTP {head.status} {code})")
+            hint = (
+                "check the name; a private repository wants HF_TOKEN"
+                if code == "RepoNotFound" and not self._token
+                else ""
+            )
+            return NotFound(f"{what}: {missing[code]} not found (HTTP {head.status} {code})", hint=hint)
         return refusal(f"{what}{told}", head) if code and told else None
 
     def _gate_hint(self) -> str:

@@ -17,6 +17,7 @@ from urllib.parse import quote, unquote_to_bytes, urlsplit, urlunsplit
 
 from mx_cli.base import redact
 from mx_cli.base.errors import NotFound, UsageError
+from mx_cli.model.identity import kind_of
 
 KNOWN = ("hf://", "s3://", "gs://", "https://", "http://", "file://")
 _ALIASES = {"gcs": "gs", "s3a": "s3", "s3n": "s3", "huggingface": "hf"}
@@ -125,6 +126,12 @@ def _path_or_hub(text: str, exists: Callable[[str], bool]) -> Uri:
         return _path(path, text)
     if looks_like_hub(text):
         return _hub(text, text)
+    scheme, colon, rest = text.partition(":")
+    if colon and (start := f"{_ALIASES.get(scheme.lower(), scheme.lower())}://") in KNOWN:
+        meant = redact.url(start + rest.lstrip("/"))
+        raise UsageError(f"not a URI: no :// after {scheme}", hint=f"write {meant}")
+    if kind_of(text):
+        raise UsageError(f"{text} is an identity, and a model is wanted", hint=f"mx pull {text} brings the weights")
     raise NotFound(
         f"{text}: neither an existing path (looked in {os.getcwd()}) nor a hub repository (that would be org/name)",
         hint=f"write ./{text} for a path, hf://org/name for the hub, or one of {', '.join(KNOWN[1:])}",

@@ -1,4 +1,4 @@
-"""Mistakes that people make with peers: the exit code, what was seen and what was wanted, and what to do next."""
+"""Mistakes that people make, most of them with peers: the exit code, what was seen and what was wanted, and what to do next."""
 
 from __future__ import annotations
 
@@ -48,6 +48,12 @@ def guarded(hosts: Hosts, model: Path, tmp_path: Path) -> Served:
         (["pull", NOBODY, "--route", "peers"], 2, "--route peers: expected peer, cache, origin", ""),
         (["pull", NOBODY, "--require", "fast"], 2, "--require fast: expected rdma, encrypted", ""),
         (["pull", NOBODY, "--path", "tcp"], 2, "--path tcp: expected auto, nixl-read, socket", ""),
+        (["prefetch", "s3:/bucket/model"], 2, "no :// after s3", "write s3://bucket/model"),
+        (["prefetch", "https:/u:secret@host/model"], 2, "no :// after https", "write https://host/model"),
+        (["prefetch", "{model}", "--include"], 2, "'--include' requires an argument", "mx prefetch --help"),
+        (["serve", NOBODY], 2, "is an identity, and a model is wanted", f"mx pull {NOBODY}"),
+        (["serve", "{model}", "--drain-timeout", "soon"], 2, "--drain-timeout: not a duration: 'soon'", "90s, 5m"),
+        (["cache", "gc", "--min-age", "7days"], 2, "--min-age: not a duration: '7days'", "7d"),
         (["prefetch", "{model}", "--from", "peers"], 2, "--from peers: expected peer, origin or both", ""),
         (["prefetch", "{model}", "--from", "peer"], 2, "only the origin knows the newest revision", "--revision"),
     ],
