@@ -8,6 +8,7 @@ import errno
 import mmap
 import os
 import platform
+import stat
 from pathlib import Path
 
 _NAMES = {
@@ -80,6 +81,19 @@ def give_name(source: Path, target: Path, *, exclusive: bool) -> bool:
                 raise
     os.rename(source, target)
     return True
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY, *, follow: bool = False) -> int:
+    """A descriptor of a regular file; what else took its name (a link, a pipe, a device) is not opened. Raises OSError.
+
+    `follow`: a link to a regular file will do.
+    """
+    # Without O_NONBLOCK the open alone waits for the other end of a pipe.
+    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW), 0o666)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
 def version(status: os.stat_result) -> str:

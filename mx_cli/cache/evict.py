@@ -24,7 +24,7 @@ from mx_cli.base.errors import MxError
 from mx_cli.cache.beat import Beat, Deposed
 from mx_cli.cache.follow import FIRST_POLL, Watch
 from mx_cli.cache.inventory import DAY, LEFT, Revision, owned, pins_by_revision, read_revision, walk
-from mx_cli.cache.layout import Model, make_dirs, names, read_json, refused, sync_directory
+from mx_cli.cache.layout import Model, make_dirs, make_way, names, read_json, refused, sync_directory
 from mx_cli.cache.lease import Lease
 from mx_cli.cache.snapshots import is_manifest
 from mx_cli.engine.meter import Meter
@@ -183,7 +183,7 @@ class _Eviction:
             vouched = any(manifest.directory == directory for manifest in revision.manifests)
             foreign = {str(path.relative_to(top)) for path in walk(top)} - paths
             whole = not foreign and not vouched
-            for path in [top] if whole else [top / path for path in sorted(paths)]:
+            for path in [top] if whole else [top / path for path in sorted(paths) if not _is_elsewhere(top, path)]:
                 self._move(path, self._trash / f"{len(self._aside)}.{'d' if whole else 'f'}")
             if not whole:
                 _remove_empty(top)
@@ -213,6 +213,9 @@ class _Eviction:
         """Unlink what is in staging: bytes first, then what explains them."""
         listed = [name for name in sorted(names(self._staging)) if self._is_old(name)]
         trashes = [self._staging / name for name in listed if name.startswith(".trash.")]
+        for path in (self._staging / name for name in listed):
+            if path not in trashes or path.is_symlink():
+                make_way(path)
         for trash in trashes:
             self._unlink(path for path in walk(trash) if path.parent != trash or not is_manifest(path.name))
         self._unlink(self._staging / name for name in listed if ".part." in name or ".copy." in name)
@@ -249,8 +252,17 @@ class _Eviction:
         _remove_empty(used)
 
 
+def _is_elsewhere(top: Path, path: str) -> bool:
+    """Whether a link leads out on the way from a snapshot to a file that it should have."""
+    return os.path.realpath((top / path).parent) != os.path.join(os.path.realpath(top), os.path.dirname(path)).rstrip(
+        "/"
+    )
+
+
 def _remove_empty(top: Path) -> None:
-    """Remove a directory and those below it as far as they are empty."""
+    """Remove a directory and those below it as far as they are empty; what a link leads to is not below it."""
+    if top.is_symlink():
+        return
     for place, _, _ in os.walk(top, topdown=False):
         with contextlib.suppress(OSError):
             os.rmdir(place)

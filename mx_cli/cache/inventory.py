@@ -192,6 +192,8 @@ def _is_debris(path: Path) -> bool:
 
 def walk(top: Path) -> Iterator[Path]:
     """All files below a directory, or the file itself; nothing when it is not there. Follows no symlinks."""
+    if top.is_symlink():
+        return
     try:
         entries = sorted(os.scandir(top), key=lambda entry: entry.name)
     except NotADirectoryError:

@@ -15,8 +15,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from mx_cli.base.filesystem import open_regular
 from mx_cli.base.oserrors import explain
-from mx_cli.cache.layout import names, read_file
+from mx_cli.cache.layout import make_way, names, number_of, read_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,8 @@ class Journal:
         self._lock = threading.Lock()
         self._at = 0
         try:
-            self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o666)
+            make_way(self.path)
+            self._fd = open_regular(self.path, os.O_WRONLY | os.O_CREAT)
         except OSError as error:
             raise explain(error, f"opening {self.path}") from None
 
@@ -77,7 +79,8 @@ def claims(staging: Path, before: int) -> dict[str, list[Claim]]:
     found: dict[str, set[Claim]] = {}
     for name in names(staging):
         head, _, term = name.partition(".")
-        if head != "journal" or not term.isdigit() or int(term) >= before:
+        number = number_of(term)
+        if head != "journal" or number is None or number >= before:
             continue
         try:
             data = read_file(staging / name)

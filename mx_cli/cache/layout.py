@@ -35,8 +35,10 @@ from typing import Any, TypeVar
 
 from mx_cli.base import canonical
 from mx_cli.base.errors import FilesystemRefused, MxError, UsageError
+from mx_cli.base.filesystem import open_regular
 from mx_cli.base.oserrors import explain, in_the_way
 from mx_cli.base.temporary import temporary_in
+from mx_cli.cache import umask
 
 FORMAT = 1
 UNVERSIONED = "none"
@@ -47,6 +49,8 @@ HIDDEN = frozenset({errno.ENOENT, errno.ESTALE})
 NO_FILE = frozenset({errno.EISDIR, errno.EINVAL, errno.ENXIO})
 """What reading says where a directory, a pipe or a device has a file's name."""
 NO_RENAME = frozenset({errno.ENOSYS, errno.EXDEV, errno.ENOTSUP})
+
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,99}")
 
 T = TypeVar("T")
 
@@ -67,7 +71,12 @@ def revision_name(revision: str, term: int) -> str:
 def term_of(name: str) -> int | None:
     """The term of a download from an origin without versions; None for the name of any other revision."""
     kind, _, term = name.rpartition("-")
-    return int(term) if kind == UNVERSIONED and term.isdecimal() else None
+    return number_of(term) if kind == UNVERSIONED else None
+
+
+def number_of(text: str) -> int | None:
+    """The number that a part of a name of ours holds; None for whatever else stands there."""
+    return int(text) if _NUMBER.fullmatch(text) else None
 
 
 def lease_name(revision: str) -> str:
@@ -214,10 +223,21 @@ def is_listed(path: Path, within: Path) -> bool:
 
 def read_file(path: Path) -> bytes:
     """All bytes of a regular file; what else took its name (a pipe, a device) is not read. Raises OSError."""
-    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
+    with open(open_regular(path, follow=True), "rb") as file:
         return file.read()
+
+
+def make_way(path: Path) -> None:
+    """Take what is no regular file off a name that is ours: a directory gets another name, a link or a pipe goes.
+
+    Raises OSError.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        mode = os.lstat(path).st_mode
+        if stat.S_ISDIR(mode):
+            os.rename(path, temporary_in(path.parent).with_suffix(".foreign"))
+        elif not stat.S_ISREG(mode):
+            os.unlink(path)
 
 
 def read_json(path: Path) -> Any:
@@ -282,7 +302,7 @@ class Cache:
         near = next(place for place in (self.root, *self.root.parents) if os.path.exists(place))
         mode = near.stat().st_mode
         if mode & stat.S_IWGRP and (near == self.root or mode & stat.S_ISGID):
-            _Umask.relax()
+            umask.relax()
 
     @property
     def models(self) -> Path:
@@ -297,24 +317,6 @@ class Cache:
             origin = read_json(self.models / name / "origin.json")
             if isinstance(origin, dict) and isinstance(origin.get("uri"), str):
                 yield Model(self.models / name, origin["uri"])
-
-
-class _Umask:
-    """The umask that this process was given; programs that it turns into get it back."""
-
-    given: int | None = None
-
-    @classmethod
-    def relax(cls) -> None:
-        mask = os.umask(0o077)
-        os.umask(mask & ~0o070)
-        cls.given = mask if cls.given is None else cls.given
-
-
-def restore_umask() -> None:
-    """Before another program takes this process over: `Cache` may have changed the umask."""
-    if _Umask.given is not None:
-        os.umask(_Umask.given)
 
 
 class Model:

@@ -26,7 +26,7 @@ from mx_cli.base.oserrors import explain
 from mx_cli.base.process import boot_id, is_gone, pid_namespace, start_time
 from mx_cli.base.temporary import is_temporary, temporary_in
 from mx_cli.base.version import VERSION
-from mx_cli.cache.layout import make_dirs, names, number_in, read_json, seen, write_all, write_private
+from mx_cli.cache.layout import make_dirs, names, number_in, number_of, read_json, seen, write_all, write_private
 
 NO_LINK = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EACCES, errno.EXDEV})
 LOCK_TRIES = 10
@@ -125,7 +125,7 @@ class Lease:
 
     def _lock_is_free(self, place: Any) -> bool:
         try:
-            fd = os.open(self.path / "lock", os.O_RDWR)
+            fd = os.open(self.path / "lock", os.O_RDWR | os.O_NOFOLLOW)
         except OSError:
             return False
         try:
@@ -199,7 +199,7 @@ class Lease:
         """Hold the lock file as a hint for those on this kernel; [] where flock does not tell the truth."""
         self.drop_lock()
         try:
-            fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+            fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except OSError:
             return []
         try:
@@ -226,7 +226,7 @@ class Lease:
         return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def _lock_lies(self) -> bool:
-        fd = os.open(self.path / "lock", os.O_RDWR)
+        fd = os.open(self.path / "lock", os.O_RDWR | os.O_NOFOLLOW)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
@@ -304,25 +304,31 @@ class Lease:
         """Remove beats, notes and other small records of terms before `term`; lead records of the highest term stay."""
         for name in names(self.path):
             kind, _, rest = name.partition(".")
-            number = rest.partition(".")[0]
-            if kind in ("beat", "note", "left", "failed") and number.isdigit() and int(number) < term:
+            number = number_of(rest.partition(".")[0])
+            if kind in ("beat", "note", "left", "failed") and number is not None and number < term:
                 with contextlib.suppress(OSError):
                     os.unlink(self.path / name)
 
 
 def view(listing: list[str]) -> View:
     """What the names in a lease directory say."""
-    term = max((int(name[5:]) for name in listing if name.startswith("lead.") and name[5:].isdigit()), default=0)
+    leads, failures = (_numbers(listing, kind) for kind in ("lead.", "failed."))
+    term = max(leads, default=0)
     if not term:
         return View()
     beat, seq, done, note, note_seq = "", -1, 0, "", -1
     for name in listing:
-        fields = name.split(".")
-        if len(fields) < 3 or fields[1] != str(term) or not fields[2].isdigit():
+        kind, *fields = name.split(".")
+        numbers = [number_of(field) for field in fields]
+        if len(numbers) < 2 or numbers[0] != term or numbers[1] is None:
             continue
-        if fields[0] == "beat" and int(fields[2]) > seq:
-            beat, seq, done = name, int(fields[2]), int(fields[3]) if len(fields) > 3 and fields[3].isdigit() else 0
-        elif fields[0] == "note" and int(fields[2]) > note_seq:
-            note, note_seq = name, int(fields[2])
-    failures = tuple(int(name[7:]) for name in listing if name.startswith("failed.") and name[7:].isdigit())
-    return View(term, beat, seq, done, note, f"left.{term}" in listing, term in failures, failures)
+        if kind == "beat" and numbers[1] > seq:
+            beat, seq, done = name, numbers[1], (numbers[2] or 0) if len(numbers) > 2 else 0
+        elif kind == "note" and numbers[1] > note_seq:
+            note, note_seq = name, numbers[1]
+    return View(term, beat, seq, done, note, f"left.{term}" in listing, term in failures, tuple(failures))
+
+
+def _numbers(listing: list[str], kind: str) -> list[int]:
+    found = (number_of(name.removeprefix(kind)) for name in listing if name.startswith(kind))
+    return [number for number in found if number is not None]

@@ -12,10 +12,11 @@ from pathlib import Path
 import xxhash
 
 from mx_cli.base import canonical
+from mx_cli.base.filesystem import open_regular
 from mx_cli.base.oserrors import explain
 from mx_cli.base.temporary import temporary_in
 from mx_cli.cache.journal import Claim, Journal, claims
-from mx_cli.cache.layout import Model, make_dirs, names, part_id
+from mx_cli.cache.layout import Model, make_dirs, make_way, names, number_of, part_id
 from mx_cli.cache.reserve import allocated, reserve
 from mx_cli.cache.reuse import clone_or_copy
 from mx_cli.engine.meter import Meter
@@ -65,8 +66,15 @@ class Parts:
         found: dict[str, list[tuple[int, str]]] = {}
         for name in names(self._staging):
             part, _, rest = name.partition(".part.")
-            if rest.isdigit() and int(rest) < self._term:
-                found.setdefault(part, []).append((int(rest), name))
+            number = number_of(rest)
+            if number is None or number > self._term:
+                continue
+            try:
+                make_way(self._staging / name)
+            except OSError as error:
+                raise explain(error, f"taking over {self._staging / name}") from None
+            if number < self._term:
+                found.setdefault(part, []).append((number, name))
         return found
 
     def path(self, entry: Entry) -> Path:
@@ -112,7 +120,7 @@ class Parts:
                     del wanted[part]
 
     def _copy_claimed(self, source: Path, target: Path, said: list[Claim]) -> None:
-        with open(source, "rb") as reading, open(target, "xb") as writing:
+        with open(open_regular(source), "rb") as reading, open(target, "xb") as writing:
             for claim in said:
                 at, end = claim.offset, claim.offset + claim.length
                 while at < end and (data := os.pread(reading.fileno(), min(COPY_STEP, end - at), at)):
@@ -157,7 +165,7 @@ class Parts:
         part = part_id(entry.path)
         if part not in self._proved:
             try:
-                fd = os.open(self.path(entry), os.O_RDONLY)
+                fd = open_regular(self.path(entry))
             except FileNotFoundError:
                 return []
             except OSError as error:
@@ -180,7 +188,7 @@ class Parts:
         fd = -1
         try:
             self._detach(path, whole=have == [(0, entry.size)])
-            fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            fd = open_regular(path, os.O_RDWR | os.O_CREAT)
             if entry.size is not None:
                 if entry.size > UNRESERVED:
                     reserve(fd, entry.size, str(path))
@@ -240,7 +248,8 @@ def sweep(staging: Path, term: int, *, journals: bool = True) -> None:
     """Remove what terms up to `term` left in a staging directory. They must be over."""
     for name in names(staging):
         kind, _, end = name.rpartition(".")
-        if end.isdigit() and int(end) <= term and (journals or kind != "journal"):
+        number = number_of(end)
+        if number is not None and number <= term and (journals or kind != "journal"):
             with contextlib.suppress(OSError):
                 os.unlink(staging / name)
 

@@ -34,12 +34,12 @@ def check_program(name: str, environ: Mapping[str, str]) -> None:
 
 def become(session: Session, cmd: list[str], directory: Path, identity: str) -> None:
     """Run `cmd` in this process's place, `{}` replaced. Does not return; raises UsageError when it cannot be run."""
-    from mx_cli.cache.layout import restore_umask
+    from mx_cli.cache import umask
 
     environ = {**_given(session.resolved.environ), "MX_DIR": str(directory), "MX_IDENTITY": identity}
     program = [word.replace("{}", str(directory)) for word in cmd]
     session.prepare_exec()
-    restore_umask()
+    umask.restore()
     try:
         os.execvpe(program[0], program, environ)
     except OSError as error:

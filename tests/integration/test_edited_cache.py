@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from mx_cli.cache.layout import part_id
 from tests.integration.cache_tools import model_dir
 from tests.rig import cachecheck
 from tests.rig.servers import Hub
@@ -113,6 +114,84 @@ def test_records_with_other_values_than_numbers(value: str, mx: Mx, hub: Hub, sh
     manifest(mx).unlink()
     (lease / "left.7").unlink()
     mended(mx, hub)
+
+
+@pytest.mark.parametrize(
+    "name", ["lead.\u00b2", "lead.\u0663", "lead.007", "lead." + "9" * 240, "beat.1.\u00b2.5", "failed.\u00b2"]
+)
+def test_names_in_a_lease_that_nobody_of_ours_gives(name: str, mx: Mx, hub: Hub, sha: str) -> None:
+    (model_dir(mx.cache) / "lease" / sha / name).write_text("")
+    manifest(mx).unlink()
+    mended(mx, hub)
+    for command in COMMANDS:
+        mx(*command, "--json").ok().json()
+
+
+KINDS: dict[str, Callable[[Path, Path], None]] = {
+    "link": lambda path, victim: path.symlink_to(victim / "config.json"),
+    "link to a directory": lambda path, victim: path.symlink_to(victim),
+    "link to nothing": lambda path, victim: path.symlink_to("nowhere"),
+    "pipe": lambda path, victim: os.mkfifo(path),
+    "directory": lambda path, victim: (path / "of" / "whoever").mkdir(parents=True),
+}
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Path:
+    """A directory that is none of the cache's business."""
+    place = tmp_path / "victim"
+    (place / "sub").mkdir(parents=True)
+    for name, data in FILES.items():
+        (place / name).write_bytes(data)
+    return place
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["PART.part.1", "PART.part.2", "journal.1", "journal.2", "lock"])
+def test_what_has_the_name_of_a_file_in_the_making(
+    name: str, kind: str, mx: Mx, hub: Hub, sha: str, victim: Path
+) -> None:
+    """A download wrote through a link, and waited for the other end of a pipe without end."""
+    place = model_dir(mx.cache) / ("lease" if name == "lock" else "staging") / sha
+    path = place / name.replace("PART", part_id("model-00001-of-00002.safetensors"))
+    path.unlink(missing_ok=True)
+    KINDS[kind](path, victim)
+    before = set(os.listdir(mx.cache.parent))
+    manifest(mx).unlink()
+    for file in (model_dir(mx.cache) / "snapshots" / sha).iterdir():
+        file.unlink()
+    mended(mx, hub)
+    assert tree(victim) == cachecheck.sums(FILES)
+    assert not [file for file in (model_dir(mx.cache) / "snapshots" / sha).iterdir() if file.is_symlink()]
+    assert set(os.listdir(mx.cache.parent)) == before
+    assert not (place / "nowhere").exists()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["PART.part.1", "PART.copy.1", "journal.1", ".trash.1"])
+@pytest.mark.parametrize("command", [("gc",), ("rm", "--force")])
+def test_gc_takes_away_nothing_that_a_link_leads_to(
+    command: tuple[str, ...], name: str, kind: str, mx: Mx, hub: Hub, sha: str, victim: Path
+) -> None:
+    KINDS[kind](model_dir(mx.cache) / "staging" / sha / name.replace("PART", "0" * 16), victim)
+    model = (hub.uri,) if command[0] == "rm" else ()
+    mx("cache", *command, *model, "--yes", timeout=20).ok()
+    assert tree(victim) == cachecheck.sums(FILES)
+    assert (victim / "sub").is_dir()
+    mended(mx, hub)
+
+
+@pytest.mark.parametrize("name", ["", "sub"])
+def test_rm_takes_away_nothing_that_a_link_in_a_snapshot_leads_to(name: str, mx: Mx, hub: Hub, tmp_path: Path) -> None:
+    files = FILES | {"sub/tokenizer.json": b"[1]"}
+    revision = hub.commit(files)
+    mx("prefetch", hub.uri, "--all", env=hub.env).ok()
+    place = model_dir(mx.cache) / "snapshots" / revision / name
+    place.rename(tmp_path / "moved")
+    place.symlink_to(tmp_path / "moved")
+    before = tree(tmp_path / "moved")
+    mx("cache", "rm", hub.uri, "--yes").ok()
+    assert tree(tmp_path / "moved") == before
 
 
 def test_a_link_to_nothing_in_place_of_a_snapshot(mx: Mx, hub: Hub, sha: str) -> None:
