@@ -47,8 +47,11 @@ class Channel:
             raise Unreachable(f"{place}: cannot connect: {reason(error)}") from None
         try:
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            with _within(plain, connect_timeout):
+            with _within(plain, connect_timeout, place):
                 stream = TlsStream(plain, context, host)
+        except Silent:
+            plain.close()
+            raise
         except ssl.SSLCertVerificationError as error:
             plain.close()
             raise AccessDenied(f"{place}: certificate verify failed: {error.verify_message}") from None
@@ -58,8 +61,8 @@ class Channel:
         return cls(stream, place)
 
     def within(self, seconds: float) -> contextlib.AbstractContextManager[None]:
-        """A block with a time limit: after so many seconds the connection is shut down, and what is read breaks off."""
-        return _within(self._stream.sock, seconds)
+        """A block with a time limit: after so many seconds the connection is shut down, and what is read raises Silent."""
+        return _within(self._stream.sock, seconds, self.place)
 
     def set_patience(self, seconds: float) -> None:
         """How long to wait for a byte, from now on."""
@@ -166,8 +169,11 @@ class Channel:
 
 
 @contextlib.contextmanager
-def _within(sock: socket.socket, seconds: float) -> Iterator[None]:
+def _within(sock: socket.socket, seconds: float, place: str) -> Iterator[None]:
+    late = threading.Event()
+
     def cut() -> None:
+        late.set()
         with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
 
@@ -177,6 +183,10 @@ def _within(sock: socket.socket, seconds: float) -> Iterator[None]:
     begin(timer)
     try:
         yield
+    except (OSError, ValueError, Unreachable):
+        if late.is_set():
+            raise Silent(f"{place}: no answer within {seconds:g} s") from None
+        raise
     finally:
         timer.cancel()
 

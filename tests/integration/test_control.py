@@ -548,7 +548,17 @@ def test_who_drips_holds_nobody_up(tls: bool) -> None:
 
     impostor = Impostor(talk, tls=tls)
     try:
-        with pytest.raises(Unreachable):
+        with pytest.raises(Unreachable, match="no answer within"):
+            dial(place_of(impostor.server), [SECRET], 1.0)
+    finally:
+        impostor.close()
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["TLS", "the answer"])
+def test_who_is_frozen_is_called_silent(tls: bool) -> None:
+    impostor = Impostor(lambda sock: None, tls=tls)
+    try:
+        with pytest.raises(Unreachable, match=r"no answer within|timed out"):
             dial(place_of(impostor.server), [SECRET], 1.0)
     finally:
         impostor.close()
