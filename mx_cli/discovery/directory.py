@@ -15,7 +15,6 @@ import errno
 import hashlib
 import os
 import re
-import secrets
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from mx_cli.base.errors import IntegrityError, MxError, UsageError
 from mx_cli.base.filesystem import give_name
 from mx_cli.base.oserrors import explain
 from mx_cli.base.process import boot_id, is_gone, pid_namespace, start_time
+from mx_cli.base.temporary import is_temporary, temporary_in
 from mx_cli.model import json_strict
 from mx_cli.model.record import Record, Sighting
 
@@ -39,7 +39,6 @@ MAX_BYTES = 64 << 10
 TRIES = 4
 
 _RECORD = re.compile(r"[0-9a-f]{32}\.json")
-_TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.tmp")
 _HIDDEN = frozenset({errno.ENOENT, errno.ESTALE})
 
 
@@ -146,7 +145,7 @@ class FileDirectory:
 
     def _write(self, data: bytes) -> tuple[Path, float]:
         """A new file, and the file system's time. Raises NoSpace, FilesystemRefused."""
-        path = self.path / f".{secrets.token_hex(8)}.tmp"
+        path = temporary_in(self.path)
         try:
             os.makedirs(self.path, exist_ok=True)
             try:
@@ -169,7 +168,7 @@ class FileDirectory:
         names = self._names()
         ignored: list[str] = []
         kept = list(self._kept(names, ignored, stop))
-        now = self._now() if kept or any(map(_TEMPORARY.fullmatch, names)) else None
+        now = self._now() if kept or any(map(is_temporary, names)) else None
         if now is not None:
             kept = [one for one in kept if not self._prune(one, now)]
             self._prune_temporary(names, now)
@@ -182,7 +181,7 @@ class FileDirectory:
     def _kept(self, names: list[str], ignored: list[str], stop: Stop) -> Iterator[_Kept]:
         for name in names:
             stop.check()
-            if _TEMPORARY.fullmatch(name):
+            if is_temporary(name):
                 continue
             try:
                 if not _RECORD.fullmatch(name):
@@ -266,7 +265,7 @@ class FileDirectory:
 
     def _prune_temporary(self, names: list[str], now: float) -> None:
         """What a process left that was killed while it wrote."""
-        for path in (self.path / name for name in names if _TEMPORARY.fullmatch(name)):
+        for path in (self.path / name for name in names if is_temporary(name)):
             with contextlib.suppress(OSError):
                 if abs(now - os.lstat(path).st_mtime) > KEPT * self._beat:
                     _unlink(path)
