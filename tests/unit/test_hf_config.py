@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as some
 
 from mx_cli.base import canonical
@@ -214,6 +214,7 @@ _values = some.recursive(
         some.sampled_from(["rope_parameters", "rope_scaling", "dtype", "b_config", "rope_theta"]), _values
     )
 )
+@example({"rope_parameters": {"a": False}, "rope_scaling": {"layer": {}}})
 def test_normalisation_is_idempotent(config: dict[str, Any]) -> None:
     try:
         once = hf_config.load(json.dumps(config).encode(), "c")
