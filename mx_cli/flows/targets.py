@@ -201,14 +201,17 @@ def packed(wanted: Sequence[Piece]) -> tuple[list[int], int]:
 
 
 def byte_block(device: int, size: int, *, fresh: bool = False) -> Any:
-    """A tensor of bytes: a pool of huge pages (`fresh`: see Pool), or a block of a GPU's memory. Raises NoSpace."""
+    """A tensor of bytes: a pool of huge pages, touched (`fresh`: from now on), or a block of a GPU's memory. Raises NoSpace."""
     if device != HOST:
         from mx_cli.transport.on_gpu import allocate
 
         return allocate(device, size)
     from mx_cli.sinks.torch_tensors import bytes_of
 
-    return bytes_of(Pool(max(size, 1), fresh=fresh).view)
+    pool = Pool(max(size, 1), fresh=fresh)
+    if fresh:
+        pool.touch_ahead()
+    return bytes_of(pool.view)
 
 
 def _copy(copies: Iterable[tuple[Described, Any]]) -> None:
