@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mx_cli.base.errors import IntegrityError, NotFound, UsageError
 from mx_cli.base.oserrors import explain
@@ -15,7 +15,7 @@ from mx_cli.engine.ports import ReadItem
 from mx_cli.engine.retry import patiently
 from mx_cli.engine.threads import Lifted
 from mx_cli.engine.together import side_by_side
-from mx_cli.flows.context import Context
+from mx_cli.flows.context import Context, is_immutable
 from mx_cli.flows.cuts import config_of
 from mx_cli.flows.hash import is_local
 from mx_cli.flows.hash_anything import snapshot_manifest
@@ -23,6 +23,7 @@ from mx_cli.flows.holdings import holding_of
 from mx_cli.flows.parts import named_by_part
 from mx_cli.flows.pull_memory import disk_member, locked
 from mx_cli.flows.request import Wanted
+from mx_cli.flows.resolve import listing_anew
 from mx_cli.flows.select import READ_LIMIT, usual_of
 from mx_cli.model import header, identity
 from mx_cli.model.header import Header
@@ -37,6 +38,8 @@ FIRST_READ = 256 << 10
 HEADERS_AT_ONCE = 16
 CONFIG = "config.json"
 CONFIG_LIMIT = 16 << 20
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,24 @@ def catalog(model: str, revision: str | None, context: Context) -> tuple[Catalog
     except BaseException:
         origin.close()
         raise
+
+
+def with_catalog(model: str, revision: str | None, context: Context, work: Callable[[Catalog, OpenOrigin], T]) -> T:
+    """What `work` makes of the catalog and its origin; of a new one, when the origin changes meanwhile. See `catalog`."""
+    opened: list[OpenOrigin] = []
+
+    def once() -> T:
+        found, origin = catalog(model, revision, context)
+        opened.append(origin)
+        try:
+            return work(found, origin)
+        finally:
+            origin.close()
+
+    def pinned() -> bool:
+        return not opened or is_immutable(opened[-1].uri, revision or opened[-1].revision or "")
+
+    return listing_anew(once, pinned, context.warn)
 
 
 def catalog_of(listing: Listing, origin: OpenOrigin, directory: Path | None, context: Context) -> Catalog:

@@ -8,7 +8,7 @@ from typing import Any
 
 from mx_cli.base.errors import UsageError
 from mx_cli.engine.many import Bell
-from mx_cli.flows.catalog import Catalog, catalog, found_config, member
+from mx_cli.flows.catalog import Catalog, found_config, member, with_catalog
 from mx_cli.flows.context import Context
 from mx_cli.flows.cuts import cut_of
 from mx_cli.flows.from_python import device_number, model_text, process_context, require_torch
@@ -91,11 +91,7 @@ def load(
             return tensors
         del tensors
         model, revision = str(directory), None
-    found, origin = catalog(model, revision, context)
-    try:
-        return _load(found, origin, wish, context)
-    finally:
-        origin.close()
+    return with_catalog(model, revision, context, lambda found, origin: _load(found, origin, wish, context))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from mx_cli.base.errors import UsageError
 from mx_cli.engine import route
 from mx_cli.engine.many import Bell, Member
 from mx_cli.engine.route import Attempt, Taken
-from mx_cli.flows.catalog import catalog, member
+from mx_cli.flows.catalog import Catalog, member, with_catalog
 from mx_cli.flows.context import Context
 from mx_cli.flows.data_path import Wish
 from mx_cli.flows.from_python import device_number, model_text, process_context, require_torch
@@ -32,6 +32,7 @@ from mx_cli.flows.targets import (
 )
 from mx_cli.model.holding import Extent, Holding, joined
 from mx_cli.model.manifest import Entry
+from mx_cli.sources.registry import OpenOrigin
 from mx_cli.plan.ranges import merge_regions
 from mx_cli.transport.on_gpu import copy_to
 
@@ -110,18 +111,17 @@ class IntoMemory:
     def _from_stream(self) -> Taken[Received]:
         """From the origin past the cache, or from a directory as it is. Only a snapshot's digests are known."""
         self._puller.check_stream()
-        found, origin = catalog(self._puller.straight_from, self._request.revision, self._context)
-        try:
-            self._puller.accept_unread(found.holding)
-            layout = self._layout(found.holding)
-            bell = Bell()
-            members = [member(found, origin, bell, self._context, _gpu(layout))]
-            moved = self._move(found.holding, layout, members, bell, found.entries)
-            layout.finish()
-            reason = f"{origin.uri}, past the cache"
-            return Taken(self._received(route.STREAM, found.holding, layout, moved), reason)
-        finally:
-            origin.close()
+        return with_catalog(self._puller.straight_from, self._request.revision, self._context, self._streamed)
+
+    def _streamed(self, found: Catalog, origin: OpenOrigin) -> Taken[Received]:
+        self._puller.accept_unread(found.holding)
+        layout = self._layout(found.holding)
+        bell = Bell()
+        members = [member(found, origin, bell, self._context, _gpu(layout))]
+        moved = self._move(found.holding, layout, members, bell, found.entries)
+        layout.finish()
+        reason = f"{origin.uri}, past the cache"
+        return Taken(self._received(route.STREAM, found.holding, layout, moved), reason)
 
     def _layout(self, holding: Holding) -> Layout:
         layout = self._make(holding)

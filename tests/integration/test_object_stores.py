@@ -7,6 +7,7 @@ import json
 import re
 import socket
 import stat
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +16,11 @@ from urllib.parse import quote, urlsplit
 import pytest
 
 from tests.rig import cachecheck, servers
+from tests.rig.capabilities import PATH
+from tests.rig.checkpoints import safetensors_bytes
 from tests.rig.origins import FilePlace, HttpPlace, HubPlace, Place, StorePlace
 from tests.rig.scripted import Asked, manifests, published, scripted
-from tests.support import Mx, Result, noise, tree
+from tests.support import Mx, Result, capability, noise, tree
 
 Stubs = Callable[..., servers.S3Stub]
 # Every character that some client encodes twice or not at all; the last two differ in normalisation alone.
@@ -167,6 +170,57 @@ def test_p24_a_stream_lists_an_origin_that_changes_again(mx: Mx, tmp_path: Path)
         result = mx("pull", "s3://bkt/m", "--route", "stream", "--to", to, env=env).ok()
         assert {path.name: path.read_bytes() for path in to.iterdir()} == {"a.bin": b"second", "new.txt": b"new"}
         assert "listing the origin again" in result.err
+
+
+SHARED = """
+import json, sys, mx_cli
+how = json.loads(sys.argv[1])
+rank = {"rank": "1/2", "rules": {"rules": [["*", "col"]]}} if how["rank"] else {}
+if how["by"] == "load":
+    tensors = mx_cli.load("s3://bkt/m", **rank)
+else:
+    tensors = mx_cli.pull("s3://bkt/m", routes=["stream"], **rank)
+print({name: bytes(tensor.flatten().numpy()).decode() for name, tensor in tensors.items()})
+"""
+
+
+@capability("torch")
+@pytest.mark.parametrize(
+    ("by", "rank"), [("load", False), ("load", True), ("pull", False), ("pull", True), ("mx", True)]
+)
+def test_p24_tensors_of_an_origin_that_changes_are_those_of_one_listing(
+    by: str, rank: bool, mx: Mx, tmp_path: Path
+) -> None:
+    """Whole or a rank's part: what came of the first listing is overwritten, and tensors that went are not there."""
+
+    def checkpoint(letter: bytes, *more: str) -> bytes:
+        return safetensors_bytes(dict.fromkeys(("w", *more), ("U8", (4, 2), letter * 8)))
+
+    def overwritten(bucket: Bucket, key: str) -> None:
+        overwritten.asked += 1  # type: ignore[attr-defined]
+        # The first two requests are for the header, and for config.json or the bytes.
+        if overwritten.asked == 2:  # type: ignore[attr-defined]
+            bucket.objects["m/model.safetensors"] = checkpoint(b"b")
+
+    overwritten.asked = 0  # type: ignore[attr-defined]
+    with scripted(Bucket({"m/model.safetensors": checkpoint(b"a", "gone")}, overwritten)) as server:
+        env = servers.S3(server.url, "bkt").env | {"MX_CACHE_DIR": str(mx.cache), "HOME": str(tmp_path), "PATH": PATH}
+        if by == "mx":
+            rules, to = tmp_path / "rules.json", tmp_path / "out"
+            rules.write_text(json.dumps({"rules": [["*", "col"]]}))
+            part = ["--rank", "1/2", "--rules", rules]
+            said = mx("pull", "s3://bkt/m", "--route", "stream", "--to", to, *part, env=env).ok().err
+            (file,) = to.glob("*.safetensors")
+            assert file.read_bytes().endswith(b"b" * 4)
+            assert b"gone" not in file.read_bytes()
+        else:
+            how = json.dumps({"by": by, "rank": rank})
+            done = subprocess.run(
+                [sys.executable, "-c", SHARED, how], env=env, capture_output=True, text=True, timeout=60, check=False
+            )
+            said = done.stderr
+            assert done.stdout == f"{{'w': '{'b' * (4 if rank else 8)}'}}\n", said
+        assert "listing the origin again" in said
 
 
 def test_p24_an_empty_prefix_that_is_filled_later(mx: Mx, s3: servers.S3) -> None:
