@@ -40,6 +40,11 @@ class Meter:
         self._pause_until = 0.0
         self._marks: deque[tuple[float, int]] = deque([(time.monotonic(), 0)])
 
+    def expect(self, count: int) -> None:
+        """`count` bytes more are to come, or fewer."""
+        with self._lock:
+            self.total += count
+
     def add(self, count: int) -> None:
         """`count` bytes came from the source."""
         with self._lock:

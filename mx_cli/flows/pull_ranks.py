@@ -15,7 +15,7 @@ from mx_cli.engine.buffers import Pool
 from mx_cli.engine.many import Bell
 from mx_cli.engine.route import Taken
 from mx_cli.engine.verify import WholeDigest
-from mx_cli.flows.catalog import catalog, files_beside, found_config, local_config, member
+from mx_cli.flows.catalog import Catalog, files_beside, found_config, local_config, member, with_catalog
 from mx_cli.flows.context import Context
 from mx_cli.flows.cuts import cut_of
 from mx_cli.flows.group import Peer
@@ -35,6 +35,7 @@ from mx_cli.model.share import Share
 from mx_cli.plan.cover import Uncovered, cover
 from mx_cli.plan.ranges import merge_regions
 from mx_cli.plan.rows import Rows
+from mx_cli.sources.registry import OpenOrigin
 
 POLL = 0.5
 
@@ -118,26 +119,25 @@ class RankPull:
     def _from_stream(self) -> Taken[Received]:
         """From the origin past the cache, or from a directory as it is. Only a snapshot's digests are known."""
         self.puller.check_stream(of_a_part=True)
-        found, origin = catalog(self.puller.straight_from, self._request.revision, self._context)
-        try:
-            holding = found.holding
-            self.puller.accept_unread(holding)
-            shapes = table(holding)
-            shares = self._shares(shapes, lambda: found_config(found, origin))
-            memory = self._memory(shapes, shares, twins_of(holding, shapes, shares))
-            rows = rows_of(holding, shapes, shares, memory.places)
-            bell = Bell()
-            members = [member(found, origin, bell, self._context, _gpu(memory))]
-            moved = bring(holding, rows, members, bell, self._context, self._put, memory, found.entries)
-            if self._keep:
-                for path, read in files_beside(found, origin).items():
-                    self._keep(path, read())
-            self._tensors = memory.tensors()
-            self.identity = next((one.id for one in holding.identities), "")
-            reason = f"{origin.uri}, past the cache"
-            return Taken(self._received(route.STREAM, shares, holding.kinds, [moved], holding.version), reason)
-        finally:
-            origin.close()
+        return with_catalog(self.puller.straight_from, self._request.revision, self._context, self._streamed)
+
+    def _streamed(self, found: Catalog, origin: OpenOrigin) -> Taken[Received]:
+        holding = found.holding
+        self.puller.accept_unread(holding)
+        shapes = table(holding)
+        shares = self._shares(shapes, lambda: found_config(found, origin))
+        memory = self._memory(shapes, shares, twins_of(holding, shapes, shares))
+        rows = rows_of(holding, shapes, shares, memory.places)
+        bell = Bell()
+        members = [member(found, origin, bell, self._context, _gpu(memory))]
+        moved = bring(holding, rows, members, bell, self._context, self._put, memory, found.entries)
+        if self._keep:
+            for path, read in files_beside(found, origin).items():
+                self._keep(path, read())
+        self._tensors = memory.tensors()
+        self.identity = next((one.id for one in holding.identities), "")
+        reason = f"{origin.uri}, past the cache"
+        return Taken(self._received(route.STREAM, shares, holding.kinds, [moved], holding.version), reason)
 
     # -- peers ---------------------------------------------------------------------------------------------------
 
@@ -275,6 +275,9 @@ class _Set:
                 raise failure or error from None
             done, failed = self._round(plan)
             moved += done
+            # What failed groups gave of their part comes once more.
+            meter = self._memory.meter
+            meter.lose(max(0, meter.done - meter.total))
             for index, cause in failed.items():
                 failure = cause
                 alive.remove(index)

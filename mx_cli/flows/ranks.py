@@ -170,8 +170,13 @@ def bring(
     sink = memory.sink(rows, copy_along, put)
     items = _items_for(holding, rows, sink, entries or {})
     extra = sum(_extra(sink, item, many_runs) for item in items)
-    memory.meter.total += sum(item.length or 0 for item in items)
-    moved = carry(items, sink, members, bell, context, memory, memory.meter)
+    size = sum(item.length or 0 for item in items)
+    memory.meter.expect(size)
+    try:
+        moved = carry(items, sink, members, bell, context, memory, memory.meter)
+    except BaseException:
+        memory.meter.expect(-size)
+        raise
     wanted = sum(one.size for one in rows)
     if extra:
         context.notice(f"{units.size(wanted)} are this rank's, and {units.size(extra)} between them were read along")

@@ -27,7 +27,7 @@ from mx_cli.flows.pull_memory import carry, place_of
 from mx_cli.flows.pull_tensors import own_tensors
 from mx_cli.flows.ranks import Memory, chosen, own_memory, rows_of, twins_of
 from mx_cli.flows.targets import Layout
-from mx_cli.model.holding import Extent, Extents, Holding
+from mx_cli.model.holding import HOST, Extent, Extents, Holding
 from mx_cli.model.manifest import BLOCK, Entry, Manifest
 from mx_cli.plan.blocks import aligned
 from mx_cli.plan.portions import portions
@@ -50,7 +50,7 @@ class SharedLoad:
     """One load by all ranks of a group. Each rank makes it with the same arguments."""
 
     def __init__(self, group: Any, device: int, context: Context, member: Any) -> None:
-        """`member(catalog, origin, bell, context)` makes the source of the bytes. Raises UsageError."""
+        """`member(catalog, origin, bell, context, device)` makes the source of the bytes. Raises UsageError."""
         self._context, self._device, self._member = context, device, member
         self._ranks = Collective(group, device, context.settings.stall_timeout)
 
@@ -174,7 +174,10 @@ class SharedLoad:
         reach = [_reach(items[first:last], layout) for first, last in cuts]
         first, last = cuts[self._ranks.rank]
         sink = PortionSink(layout.targets, copy_to)
-        task = _Task(lambda stop: self._read(found, origin, items[first:last], sink, layout, stop), self._context.stop)
+        task = _Task(
+            lambda stop: self._read(found, origin, items[first:last], sink, layout, stop, self._device),
+            self._context.stop,
+        )
         sink.tell = task.news.set
         step = max(1, BUCKET // self._ranks.size)
         rounds = max((-(-(end - start) // step) for start, end in reach), default=0)
@@ -203,11 +206,13 @@ class SharedLoad:
         sink: Sink,
         memory: object,
         stop: Stop,
+        device: int = HOST,
     ) -> None:
+        """`device`: where `sink` takes the bytes."""
         if items:
             context = _with(self._context, stop)
             bell = Bell()
-            members: list[Member] = [self._member(found, origin, bell, context)]
+            members: list[Member] = [self._member(found, origin, bell, context, device)]
             carry(items, sink, members, bell, context, memory, Meter())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Iterator
@@ -217,6 +218,25 @@ def test_a_peer_that_dies_is_replaced_by_who_has_the_same_rows(
         assert not thread.is_alive()
     assert not errors
     assert not tp.differing(target, expected)
+
+
+def test_what_a_peer_that_dies_should_have_given_is_counted_once(
+    sources: dict[int, list[TensorSource]], place: Path, mx: Mx, tmp_path: Path
+) -> None:
+    env = {"XDG_RUNTIME_DIR": place / "run", "MX_DISCOVERY": f"dir:{place / 'peers'}"}
+    with tensor_source(place, "rank:1/2") as dying, slow(dying.peers["rank:1/2"]["address"], 1 << 20) as relay:
+        peers = [word for address in [relay.address, *addresses(sources, 4)] for word in ("--peer", address)]
+        pull = ("pull", tp.URI, "--revision", tp.REVISION, "--rank", "1/2", "--rules", "llama", "--route", "peer")
+        how = ("--to", tmp_path / "out", "--path", "socket", "--peer-stall-timeout", "2s", "--log-format", "json")
+        running = mx.start(*pull, *how, *peers, env=env)
+        relay.wait_full()
+        dying.kill()
+        relay.go()
+        running.wait(60).ok()
+    told = [json.loads(line) for line in running.err]
+    assert any("are left" in one["msg"] for one in told)
+    last = [one["fields"] for one in told if one["event"] == "progress"][-1]
+    assert last["bytes_done"] == last["bytes_total"]
 
 
 def test_a_peer_that_dies_alone_ends_the_pull(place: Path) -> None:
