@@ -32,8 +32,8 @@ from mx_cli.flows.targets import (
 )
 from mx_cli.model.holding import Extent, Holding, joined
 from mx_cli.model.manifest import Entry
-from mx_cli.sources.registry import OpenOrigin
 from mx_cli.plan.ranges import merge_regions
+from mx_cli.sources.registry import OpenOrigin
 from mx_cli.transport.on_gpu import copy_to
 
 
