@@ -46,8 +46,8 @@ TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# A cache of mx. Backup prog
 OWN = frozenset({"CACHEDIR.TAG", "format", "models", "peers", "digests"})
 """The names in a cache root that are mx's."""
 HIDDEN = frozenset({errno.ENOENT, errno.ESTALE})
-NO_FILE = frozenset({errno.EISDIR, errno.EINVAL, errno.ENXIO})
-"""What reading says where a directory, a pipe or a device has a file's name."""
+NO_FILE = frozenset({errno.EISDIR, errno.EINVAL, errno.ENXIO, errno.ELOOP})
+"""What opening says where a directory, a link, a pipe or a device has a file's name."""
 NO_RENAME = frozenset({errno.ENOSYS, errno.EXDEV, errno.ENOTSUP})
 
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,99}")
@@ -264,7 +264,8 @@ class Cache:
         self._share_with_group()
 
     def _check_format(self) -> None:
-        if why := in_the_way(self.root):
+        # One below a file cannot be made, which is said by who makes it: a stream needs none.
+        if os.path.lexists(self.root) and (why := in_the_way(self.root)):
             raise FilesystemRefused(f"the cache {self.root}: {why}", hint="choose another --cache-dir")
         data = read_json(self.root / "format")
         needs = [data.get(name, FORMAT) if isinstance(data, dict) else FORMAT for name in ("reads_need", "writes_need")]
