@@ -28,6 +28,7 @@ from mx_cli.model import identity
 from mx_cli.model.holding import Holding
 from mx_cli.model.identity import Identity, kind_of
 from mx_cli.model.manifest import Manifest
+from mx_cli.sources.uri import parse
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,9 @@ class Pull:
         identity.refuse_part(request.model)
         # What was asked for, if that is a URI.
         self.uri = "" if kind_of(request.model) or is_local(request.model) else request.model
+        if self.uri:
+            # What is no URI is refused here, and not by each route in turn.
+            parse(self.uri)
         if kind_of(request.model) == "config":
             raise UsageError(f"{request.model} identifies a configuration, no weights", hint="mx hash MODEL")
         if request.revision is not None and not self.uri:
@@ -195,7 +199,8 @@ class Pull:
             manifest = group.holding.manifest
             if not manifest.uri or not manifest.revision:
                 raise NoPeer(f"{matched} has no origin that the cache could keep it under", hint="--to DIR")
-            return Taken(self._into_cache(peering, manifest, matched), reason)
+            outcome = self._into_cache(peering, manifest, matched)
+            return Taken(outcome, reason if outcome.route == "peer" else f"{reason}; the cache has all of it")
         except BaseException:
             self.leave()
             raise

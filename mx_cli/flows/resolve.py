@@ -21,6 +21,9 @@ from mx_cli.model.manifest import Entry, Listing
 CHANGES = 3
 """Times that an origin is listed, and its files are fetched, while it changes under way."""
 
+NOT_ASKED = "the origin is not asked"
+"""With --offline, and where a route looks into the cache alone."""
+
 T = TypeVar("T")
 
 
@@ -71,7 +74,7 @@ class Resolver:
         if known and self._all_there(known):
             return known
         if self.offline:
-            return self._cached_listing("offline")
+            return self._cached_listing(NOT_ASKED)
         if not self._model.exists:
             before_asking()
         try:
@@ -156,7 +159,7 @@ class Resolver:
     def from_origin(self, listing: Listing, wanted: Wanted) -> Listing:
         """The listing to fetch by. One that was remembered has no keys of files: the origin is asked for it again."""
         if self.offline:
-            lacking = f"{self._supply.uri}: offline, and {self.lacking(listing, wanted)}"
+            lacking = f"{self._supply.uri}: {NOT_ASKED}, and {self.lacking(listing, wanted)}"
             raise NotFound(lacking, hint="run once without --offline")
         if self._unreachable:
             raise Unreachable(f"{self._unreachable.what}; {self.lacking(listing, wanted)}")

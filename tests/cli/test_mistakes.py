@@ -99,9 +99,10 @@ def test_what_is_required_and_not_there_is_20_at_once(hosts: Hosts, guarded: Ser
     assert "hint: without --path and --require" in refused.err
 
 
-def test_a_reason_that_all_routes_share_is_said_once(mx: Mx) -> None:
+def test_what_is_no_model_is_no_matter_of_routes(mx: Mx) -> None:
     refused = mx("pull", "acme").exits(10)
-    assert refused.err.partition("mx: error: ")[2].startswith("peer, cache, origin: acme: neither an existing path")
+    assert "route" not in refused.err
+    assert refused.err.partition("mx: error: ")[2].startswith("acme: neither an existing path")
 
 
 @capability("torch")
