@@ -32,7 +32,7 @@ def _flag(text: str) -> bool:
 
 
 def _count(text: str) -> int:
-    if not text.strip().isdecimal():
+    if not text.strip().isdecimal() or len(text) > 18:
         raise UsageError(f"not a whole number: {text!r}")
     return int(text)
 

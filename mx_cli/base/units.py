@@ -6,8 +6,9 @@ import re
 
 from mx_cli.base.errors import UsageError
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgtp])i?b?|b)?", re.IGNORECASE)
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)?", re.IGNORECASE)
+# No more digits than what is meant can need: a float has an end, and int() a limit.
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*(?:([kmgtp])i?b?|b)?", re.IGNORECASE)
+_DURATION = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*(ms|s|m|h|d)?", re.IGNORECASE)
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _STEPS = "kmgtp"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from mx_cli.base.oserrors import explain
 from mx_cli.cache.beat import WAIT_LIMIT, Deposed
 from mx_cli.cache.fence import Fence
-from mx_cli.cache.layout import Model, make_dirs, sync_directory
+from mx_cli.cache.layout import Model, make_dirs, make_way, sync_directory
 from mx_cli.cache.parts import Parts
 from mx_cli.cache.reserve import sync_filesystem
 from mx_cli.cache.reuse import Found
@@ -102,7 +102,11 @@ class Publisher:
         if final.parent not in self._directories:
             make_dirs(final.parent)
         try:
-            os.rename(part, final)
+            try:
+                os.rename(part, final)
+            except IsADirectoryError:
+                make_way(final)
+                os.rename(part, final)
             if os.fstat(fd).st_nlink > 1:
                 # rename(2) of two names of one file does nothing and keeps both.
                 with contextlib.suppress(FileNotFoundError):

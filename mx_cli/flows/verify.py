@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mx_cli.base.errors import IntegrityError
+from mx_cli.base.filesystem import open_regular
 from mx_cli.base.oserrors import explain
-from mx_cli.cache.layout import Model
+from mx_cli.cache.layout import NO_FILE, Model
 from mx_cli.engine.verify import DigestMismatch, OriginDigest, WholeDigest, read_through
 from mx_cli.flows.context import Context
 from mx_cli.model import header
@@ -76,10 +77,12 @@ def _wrong(model: Model, manifest: Manifest, record: FileRecord, check: Callable
         origin.update(view)
 
     try:
-        fd = os.open(path, os.O_RDONLY)
+        fd = open_regular(path)
     except FileNotFoundError:
         return "missing"
     except OSError as error:
+        if error.errno in NO_FILE:
+            return "not a regular file"
         raise explain(error, f"reading {path}") from None
     try:
         size = read_through(fd, take)

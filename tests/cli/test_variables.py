@@ -142,6 +142,12 @@ def test_a_wrong_file_is_a_usage_error(mx: Mx, tmp_path: Path, text: str, says: 
     assert "not a path" in mx("config", "--cache-dir", "~nobody-of-that-name/x").exits(2).err
 
 
+@pytest.mark.parametrize("option", ["--timeout", "--max-connections", "--range-size", "--max-bandwidth"])
+def test_a_number_without_end_is_a_usage_error(mx: Mx, option: str) -> None:
+    said = mx("prefetch", "/nowhere", option, "9" * 5000, "--json").exits(2).json()
+    assert said["error"]["message"].startswith(f"{option}: not a ")
+
+
 @pytest.mark.parametrize(("text", "value"), [("true", True), ("false", False), ("1", True), ('"off"', False)])
 def test_a_yes_or_no_of_the_file(mx: Mx, tmp_path: Path, text: str, value: bool) -> None:
     (tmp_path / "config.toml").write_text(f"strict = {text}\nci = {str(value).lower()}")

@@ -194,6 +194,19 @@ def test_rm_takes_away_nothing_that_a_link_in_a_snapshot_leads_to(name: str, mx:
     assert tree(tmp_path / "moved") == before
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_has_the_name_of_a_file_of_the_snapshot(kind: str, mx: Mx, hub: Hub, sha: str, victim: Path) -> None:
+    path = model_dir(mx.cache) / "snapshots" / sha / "config.json"
+    path.unlink()
+    KINDS[kind](path, victim)
+    mx("cache", "verify").exits(16)
+    directory = Path(mx("prefetch", hub.uri, env=hub.env, timeout=20).ok().out.strip())
+    assert {name: (directory / name).read_bytes() for name in FILES} == FILES
+    assert not path.is_symlink()
+    mx("cache", "verify").ok()
+    assert tree(victim) == cachecheck.sums(FILES)
+
+
 def test_a_link_to_nothing_in_place_of_a_snapshot(mx: Mx, hub: Hub, sha: str) -> None:
     """It is listed and cannot be looked up, like a name that a network file system hides for a while; but it stays so."""
     snapshot = model_dir(mx.cache) / "snapshots" / sha
