@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from mx_cli.base import units
 from mx_cli.base.errors import NotFound, OriginChanged, Unreachable
-from mx_cli.cache.layout import Model
+from mx_cli.cache.layout import Model, read_file
 from mx_cli.cache.snapshots import Snapshots
 from mx_cli.engine.verify import WholeDigest
 from mx_cli.flows.context import Context, is_immutable, moving_name
@@ -139,7 +139,7 @@ class Resolver:
             record = manifest.record(path)
             if record:
                 with contextlib.suppress(OSError):
-                    data = (self._model.snapshot(manifest.directory) / path).read_bytes()
+                    data = read_file(self._model.snapshot(manifest.directory) / path)
                     if WholeDigest.of(data) == record.xxh3:
                         return data
         raise NotFound(

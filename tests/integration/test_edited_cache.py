@@ -195,11 +195,15 @@ def test_rm_takes_away_nothing_that_a_link_in_a_snapshot_leads_to(name: str, mx:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_has_the_name_of_a_file_of_the_snapshot(kind: str, mx: Mx, hub: Hub, sha: str, victim: Path) -> None:
-    path = model_dir(mx.cache) / "snapshots" / sha / "config.json"
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_what_has_the_name_of_a_file_of_the_snapshot(
+    name: str, kind: str, mx: Mx, hub: Hub, sha: str, victim: Path
+) -> None:
+    path = model_dir(mx.cache) / "snapshots" / sha / name
     path.unlink()
     KINDS[kind](path, victim)
     mx("cache", "verify").exits(16)
+    mx("prefetch", hub.uri, "--offline", env=hub.env, timeout=20).exits(10)
     directory = Path(mx("prefetch", hub.uri, env=hub.env, timeout=20).ok().out.strip())
     assert {name: (directory / name).read_bytes() for name in FILES} == FILES
     assert not path.is_symlink()
