@@ -17,7 +17,7 @@ from mx_cli.plan.shards import Rules
 
 Config = Callable[[], Mapping[str, Any] | None]
 """The model's config.json, None where there is none."""
-_RANK = re.compile(r"(\d{1,6})/(\d{1,6})")
+_RANK = re.compile(r"([0-9]{1,6})/([0-9]{1,6})")
 
 
 @dataclass(frozen=True)

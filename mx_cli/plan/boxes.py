@@ -35,7 +35,8 @@ def overlap(source: Share, target: Share, bits: int, only: Span | None = None) -
         return
     first, last = dims[0], dims[-1]
     outer = math.prod(shape[:first])
-    inner = in_bytes(math.prod(shape[last + 1 :]) * bits)
+    # Two elements of four bits are one byte: all is counted in bits, and only what is read has to be whole bytes.
+    inner = math.prod(shape[last + 1 :]) * bits
     limits = {dim: only if only and dim == source.dim else (0, shape[dim]) for dim in dims}
     across = _common(source.along(last), target.along(last), limits[last])
     pitch, step = _length(source, last) * inner, _length(target, last) * inner
@@ -61,9 +62,12 @@ def overlap(source: Share, target: Share, bits: int, only: Span | None = None) -
 
 
 def _box(at: int, length: int, runs: int, pitch: int, to: int, step: int) -> Box:
+    """The box of these numbers of bits."""
     if runs > 1 and pitch == step == length:
         length, runs = length * runs, 1
-    return Box(at, length, runs, pitch, to, step) if runs > 1 else Box(at, length, 1, length, to, length)
+    if runs == 1:
+        pitch = step = length
+    return Box(in_bytes(at), in_bytes(length), runs, in_bytes(pitch), in_bytes(to), in_bytes(step))
 
 
 def _length(share: Share, dim: int) -> int:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mx_cli.base.errors import UsageError
 from mx_cli.model.share import Share
 from mx_cli.plan.boxes import overlap
 from mx_cli.plan.cover import Uncovered, cover
@@ -56,6 +57,24 @@ def test_boxes_are_all_that_is_in_common(pair: tuple[Share, Share], bits: int) -
     assert {to // step: theirs[at // step] for to, at in moved.items()} == {
         place: element for place, element in enumerate(own) if element in set(theirs)
     }
+
+
+def doubled(share: Share) -> Share:
+    """With two elements along the last dimension for each one."""
+    last = len(share.shape) - 1
+    spans = tuple((2 * start, 2 * end) for start, end in share.spans) if share.dim == last else share.spans
+    return Share((*share.shape[:last], 2 * share.shape[last]), share.dim, spans)
+
+
+@given(pairs())
+def test_two_elements_of_half_a_byte_are_one_of_a_byte(pair: tuple[Share, Share]) -> None:
+    source, target = pair
+    assert list(overlap(doubled(source), doubled(target), 4)) == list(overlap(source, target, 8))
+
+
+def test_half_a_byte_is_no_place_to_split() -> None:
+    with pytest.raises(UsageError, match="middle of a byte"):
+        list(overlap(Share((4, 2)), Share((4, 2), 1, ((0, 1),)), 4))
 
 
 @given(pairs(), st.data())
