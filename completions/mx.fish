@@ -183,7 +183,7 @@ complete -c mx -n '__mx_at mx serve' -l verbose -s v -d 'decisions on stderr; -v
 complete -c mx -n '__mx_at mx serve' -l help -d 'Show the help and exit'
 complete -c mx -n '__mx_at mx serve' -F
 complete -c mx -n '__mx_at mx pull' -l revision -d 'revision of a URI' -x
-complete -c mx -n '__mx_at mx pull' -l to -d 'make this directory, not a snapshot in the cache; must be absent or empty' -x
+complete -c mx -n '__mx_at mx pull' -l to -d 'make this directory, not a snapshot in the cache; it must not hold other files' -x
 complete -c mx -n '__mx_at mx pull' -l rank -d 'only this rank\'s part of each tensor, counted from 0; with --to' -x
 complete -c mx -n '__mx_at mx pull' -l rules -d 'how tensors are split over ranks: llama, qwen, mistral, mixtral, deepseek, or a JSON file' -x -a 'FILE NAME'
 complete -c mx -n '__mx_at mx pull' -l peer -d 'this peer, not those of discovery; may be repeated' -x

@@ -19,7 +19,7 @@ from mx_cli.cli.listening import (
     MaxReaders,
 )
 from mx_cli.cli.options import CACHE, ELECTION, ORIGIN, PEER, PEERS, TRANSFER, command, words
-from mx_cli.cli.places import apart, place
+from mx_cli.cli.places import apart, place, seconds
 from mx_cli.cli.render.table import table
 from mx_cli.cli.session import Session
 
@@ -45,7 +45,7 @@ def pull(
     to: Annotated[
         TEXT,
         typer.Option(
-            "--to", metavar="DIR", help="make this directory, not a snapshot in the cache; must be absent or empty"
+            "--to", metavar="DIR", help="make this directory, not a snapshot in the cache; it must not hold other files"
         ),
     ] = None,
     rank: Annotated[
@@ -102,7 +102,6 @@ def pull(
     ] = False,
 ) -> None:
     """Bring weights here from a peer, the cache or the origin. Prints their directory."""
-    from mx_cli.base.units import parse_duration
     from mx_cli.flows import pull as flow
     from mx_cli.flows.data_path import Wish
     from mx_cli.flows.serving import Offer
@@ -124,7 +123,7 @@ def pull(
     if then_serve:
         from mx_cli.flows.serve import pull_then_serve
 
-        drain = parse_duration(drain_timeout)
+        drain = seconds("--drain-timeout", drain_timeout)
         session.grace = drain + ABOVE_DRAIN
         offer = Offer(listen=listen, advertise=advertise, slots=max_readers)
         pull_then_serve(request, offer, drain, context, answer.give)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from mx_cli.base.units import parse_duration
 from mx_cli.cli.listening import (
     ABOVE_DRAIN,
     DRAIN_TIMEOUT,
@@ -20,7 +19,7 @@ from mx_cli.cli.listening import (
     MaxReaders,
 )
 from mx_cli.cli.options import CACHE, ELECTION, ORIGIN, PEER, PEERS, TRANSFER, command
-from mx_cli.cli.places import place
+from mx_cli.cli.places import place, seconds
 from mx_cli.cli.session import Session
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ def serve(
     from mx_cli.flows.deliver import prepare_result, withdraw_result, write_result
     from mx_cli.flows.serving import Offer
 
-    drain = parse_duration(drain_timeout)
+    drain = seconds("--drain-timeout", drain_timeout)
     session.grace = drain + ABOVE_DRAIN
     context = session.context()
     session.cache_line(context.cache().root)

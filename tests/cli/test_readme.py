@@ -39,6 +39,8 @@ VARIES = [
     (r"^(?:transfer|verify|publish)  .*\n", ""),
     (r"\bmx-[\w.-]+-\d+-[0-9a-f]{12}\b", "mx-…"),
     (r"127\.0\.0\.1:\d+", "127.0.0.1:…"),
+    # What node-a resolves to; one address is both here.
+    (r"10\.9\.0\.1:740", "node-a:740"),
     (rf"\bat {RATE}", "at …/s"),
     (r"[\d.]+ GB/s", "… GB/s"),
     # Reads under way at once are as many as there are cores.

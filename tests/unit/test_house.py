@@ -19,3 +19,17 @@ def test_one_module_imports_nixl() -> None:
     names = re.compile(r"\b(?:import|from) nixl\b|nixl_cu1\d|nixl\._")
     found = [path for path in (ROOT / "mx_cli").rglob("*.py") if names.search(path.read_text())]
     assert found == [ROOT / "mx_cli/transport/nixl_env.py"]
+
+
+CASES = {"P": 61, "H": 14, "V": 9, "L": 9, "T": 3, "X": 5}
+"""Troubles that people had with downloads, identities, peers, loading and command lines, by number."""
+
+
+def test_every_case_has_a_test() -> None:
+    text = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    named = {
+        (letter.upper(), int(number))
+        for letter, number in re.findall(r"(?i)(?<![a-z0-9])([phvltx])-?(\d\d)(?!\d)", text.replace("_", " "))
+    }
+    wanted = {(letter, number) for letter, count in CASES.items() for number in range(1, count + 1)}
+    assert wanted - named == set()
