@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_URL = re.compile(r"[a-z][a-z0-9+.-]*://[^\s'\"<>)\]]+", re.IGNORECASE)
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://(?:(?:[^\s'\"<>)\]\[/@]*@)?\[[0-9a-f:.%]+\])?[^\s'\"<>)\]]+", re.IGNORECASE)
 _TOKEN = re.compile(
     r"\b((?-i:hf_)(?!(?:token|home|hub|endpoint|cache)(?![A-Za-z0-9]))[A-Za-z0-9]{4,}|AKIA[A-Z0-9]{12,}|ya29\.[\w-]+|Bearer\s+\S+|AWS4-HMAC-SHA256\s.*)",
     re.IGNORECASE,
@@ -14,6 +14,7 @@ _QUERY_SECRET = re.compile(
     r"[^&\s'\"]+",
     re.IGNORECASE,
 )
+_USER = re.compile(r"(?<![\w/:])([\w.+-]+):[^\s/@'\"]+@(?=[\w\[])")
 
 
 def url(text: str) -> str:
@@ -24,6 +25,13 @@ def url(text: str) -> str:
         parts = urlsplit(text)
     except ValueError:
         return "(unprintable URL)"
+    try:
+        _ = parts.port
+    except ValueError:
+        # Not a port: a password with a slash, a ? or a # that is not escaped ends what looks like the host.
+        _, at, after = text.partition("://")[2].rpartition("@")
+        if at:
+            return url(f"{parts.scheme}://{after}")
     host = parts.netloc.rpartition("@")[2]
     if parts.scheme in ("http", "https"):
         return urlunsplit((parts.scheme, host, parts.path, "", ""))
@@ -34,4 +42,5 @@ def text(message: str) -> str:
     """`message` with every URL reduced and every known form of token replaced. Idempotent."""
     cleaned = _URL.sub(lambda found: url(found[0]), message)
     cleaned = _QUERY_SECRET.sub(r"\1***", cleaned)
+    cleaned = _USER.sub(r"\1:***@", cleaned)
     return _TOKEN.sub("***", cleaned)
