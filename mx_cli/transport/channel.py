@@ -55,6 +55,9 @@ class Channel:
         except ssl.SSLCertVerificationError as error:
             plain.close()
             raise AccessDenied(f"{place}: certificate verify failed: {error.verify_message}") from None
+        except (ssl.SSLEOFError, ConnectionError):
+            plain.close()
+            raise Unreachable(f"{place}: it hung up during the TLS handshake") from None
         except (OSError, ValueError) as error:
             plain.close()
             raise Unreachable(f"{place}: TLS failed: {reason(error)}") from None
