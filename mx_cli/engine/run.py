@@ -20,7 +20,9 @@ from mx_cli.model.manifest import Entry
 
 POLL = 0.2
 CROWDED_POLL = 0.02
-WIDEN_EVERY = 1.0
+WIDEN_EVERY = 0.5
+PAUSE = 8
+"""Times that it is not tried again."""
 QUIET_LIMIT = 15.0
 HASTY_LIMIT = 1.0
 """Seconds for reads under way to end: the second when somebody waits for the end."""
@@ -315,12 +317,17 @@ class Transfer:
 
 
 class _Width:
-    """Items in flight: grows while throughput grows with it, shrinks when the host asks for less."""
+    """Items in flight: doubles while that brings throughput; what brought none is taken back, and tried again later.
+
+    More connections than it takes only cost CPU. It halves when the host asks for less.
+    """
 
     def __init__(self, start: int, most: int) -> None:
         self.now = min(start, most)
         self._most = most
         self._best = 0.0
+        self._before = 0
+        self._pause = 0
         self._mark = (time.monotonic(), 0)
 
     def adapt(self, fetched: int, used: int) -> None:
@@ -333,9 +340,19 @@ class _Width:
         if used < self.now:
             return
         if rate > self._best * 1.1:
-            self._best = rate
-            self.now = min(self._most, self.now + max(1, self.now // 2))
+            self._widen(rate)
+        elif self._before:
+            self.now, self._before, self._pause = self._before, 0, PAUSE
+        elif self._pause:
+            self._pause -= 1
+        else:
+            self._widen(rate)
+
+    def _widen(self, rate: float) -> None:
+        self._best, self._before = rate, self.now
+        self.now = min(self._most, 2 * self.now)
 
     def halve(self) -> None:
         self.now = max(1, self.now // 2)
-        self._best = 0.0
+        # Whatever the rate is, it is not widened for a while.
+        self._best, self._before, self._pause = float("inf"), 0, PAUSE

@@ -34,7 +34,8 @@ from mx_cli.plan.ranges import Span, gaps, interleave, pieces, total
 from mx_cli.sinks.files import OPEN_LIMIT, FileSink, Opened
 
 INTEGRITY_TRIES = 2
-START_WIDTH = 2
+FILES_IN_TURN = 2
+"""For each core."""
 
 
 class Landing(Protocol):
@@ -195,7 +196,7 @@ class Leader:
             self._clock.verify += time.monotonic() - start
             start, meter.phase = time.monotonic(), "transfer"
             most = connections(self._context)
-            limits = Limits(settings.retry_for, settings.stall_timeout, min(most, START_WIDTH * cores()), most)
+            limits = Limits(settings.retry_for, settings.stall_timeout, min(most, cores() + 1), most)
             gate = self._context.gates[source.caps.host]
             transfer = Transfer(source, sink, limits, gate, meter, self._fence.work, self._context.on_retry)
             transfer.run(items)
@@ -216,7 +217,7 @@ class Leader:
         self.meter.have(sum(map(total, have.values())))
         in_order = sorted(entries, key=lambda e: ((e.size or 0) > size, e.path))
         # Files that were begun wait for their turn among others: all of them have to fit into the sink.
-        width = min(START_WIDTH * cores(), OPEN_LIMIT // 2)
+        width = min(FILES_IN_TURN * cores(), OPEN_LIMIT // 2)
         return list(interleave((items_of(e, have.get(e.path, []), size, caps) for e in in_order), width))
 
     def _open(self, entry: Entry, parts: Parts) -> Opened:
