@@ -13,6 +13,7 @@ from urllib.parse import unquote, urlsplit
 from urllib.request import proxy_bypass_environment  # type: ignore[attr-defined]
 
 from mx_cli.base import redact
+from mx_cli.base.address import join_address
 from mx_cli.base.config import Settings
 from mx_cli.base.errors import AccessDenied, MxError, Unreachable, UsageError
 from mx_cli.base.tls_stream import TlsStream
@@ -50,7 +51,7 @@ class Connections:
         return self._connect(*address)
 
     def _connect(self, scheme: str, host: str, port: int) -> Wire:
-        place = f"{host}:{port}"
+        place = join_address(host, port)
         proxy = self._proxy(scheme, host, port)
         shown = f"{place} (through the proxy {urlsplit(proxy).netloc.rpartition('@')[2]})" if proxy else place
         try:

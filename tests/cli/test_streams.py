@@ -575,6 +575,13 @@ def test_stdout_without_space_is_no_bug(mx: Mx, words: list[str]) -> None:
     assert "Traceback" not in done.stderr
 
 
+@capability("ipv6")
+def test_an_ipv6_address_is_shown_as_it_is_written(mx: Mx) -> None:
+    said = mx("prefetch", "http://user:SECRET@[::1]:1/x?token=SECRET", "--retry-for", "0").exits(12).err
+    assert "http://[::1]:1/x: [::1]:1: cannot connect" in said
+    assert "SECRET" not in said
+
+
 def test_a_removed_current_directory_is_named(mx: Mx, tmp_path: Path) -> None:
     script = 'mkdir gone && cd gone && rmdir ../gone && exec "$0" -m mx_cli prefetch ./model --json'
     command = ["sh", "-c", script, sys.executable]
