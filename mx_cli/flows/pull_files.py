@@ -50,16 +50,15 @@ def pull_files(peering: Peering, target: Path, context: Context) -> Pulled:
         context.notice(f"{target} holds these files already")
         return Pulled(target, (), total, 0, 0.0, count)
     with directory.making() as work:
-        start = time.monotonic()
-        members = _fill(work, peering, context)
-        seconds = time.monotonic() - start
+        members, seconds = _fill(work, peering, context)
     by_name = {member.name: member.bytes for member in members}
     rows = [(peer.address, peer.path, by_name[peer.address], peer.reason) for peer in peering.group.peers if peer.path]
     moved = sum(by_name.values())
     return Pulled(target, tuple(rows), total, moved, seconds, count)
 
 
-def _fill(work: Path, peering: Peering, context: Context) -> list[Member]:
+def _fill(work: Path, peering: Peering, context: Context) -> tuple[list[Member], float]:
+    """The sources, and the seconds from the first read until all is on disk."""
     assert peering.group is not None
     holding = peering.group.holding
     entries = [holding.entry(record) for record in holding.manifest.files]
@@ -72,11 +71,12 @@ def _fill(work: Path, peering: Peering, context: Context) -> list[Member]:
         most = width(context, source.caps.max_in_flight, ITEM)
         return Limits(context.settings.retry_for, float("inf"), most, most)
 
+    start = time.monotonic()
     with watching(context, files):
         files.fetch(lambda: Many(members, bell, telling(context)), limits)
         peering.check_versions()
     files.make_durable()
-    return members
+    return members, time.monotonic() - start
 
 
 def _digest(path: Path, context: Context) -> str:
