@@ -33,7 +33,7 @@ def ls(session: Session, models: MODELS = None) -> None:
     from mx_cli.flows import cache
 
     context = session.context()
-    session.cache_line(context.cache().root)
+    session.existing_cache_line(context.cache().root)
     rows = cache.rows(context, models or ())
     text = table(
         ("MODEL", "REVISION", "SIZE", "FILES", "USED", "PINS", "STATE"),
@@ -53,7 +53,7 @@ def du(session: Session, models: MODELS = None) -> None:
     from mx_cli.flows import cache
 
     context = session.context()
-    session.cache_line(context.cache().root)
+    session.existing_cache_line(context.cache().root)
     rows = cache.usage(context, models or ())
     total = sum(row.disk for row in rows)
     text = table(
@@ -76,7 +76,7 @@ def verify(
     from mx_cli.flows import cache
 
     context = session.context()
-    session.cache_line(context.cache().root)
+    session.existing_cache_line(context.cache().root)
     files, size = cache.verify(context, models or ())
     session.answer(
         f"{units.count(files, 'file')}, {units.size(size)}: all right", {"schema": 1, "files": files, "bytes": size}
@@ -95,7 +95,7 @@ def rm(
     from mx_cli.flows import cache
 
     context = session.context()
-    session.cache_line(context.cache().root)
+    session.existing_cache_line(context.cache().root)
     _removed(session, cache.remove(context, model, force=force, yes=yes))
 
 
@@ -117,7 +117,7 @@ def gc(
     from mx_cli.flows import cache
 
     context = session.context()
-    session.cache_line(context.cache().root)
+    session.existing_cache_line(context.cache().root)
     policy = Policy(keep_last, seconds("--min-age", min_age))
     _removed(session, cache.gc(context, models or (), policy, yes=yes))
 
@@ -129,7 +129,7 @@ def unpin(session: Session, name: Annotated[str, typer.Argument(metavar="NAME", 
     from mx_cli.flows import cache
 
     context = session.context()
-    session.cache_line(context.cache().root)
+    session.existing_cache_line(context.cache().root)
     freed = cache.unpin(context, name)
     session.answer(
         table(("MODEL", "REVISION"), [(one.model.uri, one.revision or "-") for one in freed]),

@@ -134,6 +134,14 @@ class Session:
         place = filesystem(root)
         self.emit(Notice(f"cache {root} ({place.kind}, {units.size(place.free)} free)"))
 
+    def existing_cache_line(self, root: Path) -> None:
+        """The same for a command that only looks: where there is no cache, its empty answer is not one about a cache."""
+        from mx_cli.base.events import Notice
+
+        self.cache_line(root)
+        if not os.path.lexists(root):
+            self.emit(Notice(f"{root} is not there, so nothing is in it (--cache-dir, or MX_CACHE_DIR, names the cache)"))
+
     def emit(self, event: Event) -> None:
         if event.level == "warning" and event.event == "warned":
             self._warnings += 1

@@ -23,7 +23,7 @@ def status(session: Session) -> None:
     from mx_cli.flows.status import downloads
 
     context = session.context()
-    session.cache_line(context.cache().root)
+    session.existing_cache_line(context.cache().root)
     found = downloads(context)
     head, *rows = table(HEADS, [_row(one) for one in found], right=frozenset({"TERM"})).split("\n")
     lines = [head]

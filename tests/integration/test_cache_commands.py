@@ -51,8 +51,11 @@ def begin(
 def test_no_cache_is_an_empty_one(mx: Mx, command: str) -> None:
     result = mx("cache", command).ok()
     assert result.out.strip()
+    assert f"{mx.cache} is not there" in result.err
     assert mx("cache", command, "--json").ok().json()["schema"] == 1
     assert not mx.cache.exists()
+    mx.cache.mkdir()
+    assert "is not there" not in mx("cache", command).ok().err
 
 
 def test_ls_shows_what_is_there(mx: Mx, hub: Hub) -> None:

@@ -38,7 +38,9 @@ def status(mx: Mx, wanted: Callable[[dict[str, Any]], bool], timeout: float = 60
 
 
 def test_nothing_is_in_progress(mx: Mx, hub: Hub) -> None:
-    assert mx("status", "--json").ok().json() == {"schema": 1, "downloads": []}
+    nothing = mx("status", "--json").ok()
+    assert nothing.json() == {"schema": 1, "downloads": []}
+    assert f"{mx.cache} is not there" in nothing.err
     assert not mx.cache.exists()
     hub.commit(checkpoint_files())
     mx("prefetch", hub.uri, env=hub.env).ok()
