@@ -215,7 +215,8 @@ def test_a_stop_is_heard_while_a_source_is_silent(
     if frozen:
         source.running.send(signal.SIGCONT)
     else:
-        assert source.metrics()["readers"] == 0
+        # Its farewell has a short time; on a busy machine the grant ends by itself.
+        eventually(lambda: source.metrics()["readers"] == 0, 60)
     assert source.get("/readyz")[0] == 200
 
 
