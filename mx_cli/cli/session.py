@@ -140,7 +140,9 @@ class Session:
 
         self.cache_line(root)
         if not os.path.lexists(root):
-            self.emit(Notice(f"{root} is not there, so nothing is in it (--cache-dir, or MX_CACHE_DIR, names the cache)"))
+            self.emit(
+                Notice(f"{root} is not there, so nothing is in it (--cache-dir, or MX_CACHE_DIR, names the cache)")
+            )
 
     def emit(self, event: Event) -> None:
         if event.level == "warning" and event.event == "warned":

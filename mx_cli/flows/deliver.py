@@ -172,12 +172,13 @@ def hub_cache(given: Path, settings: Settings) -> Path:
     return settings.hf_hub_cache or home / "hub"
 
 
-def hf_view(cache: Cache, manifest: Manifest, ref: str, source: Path, records: list[FileRecord], hub: Path) -> None:
+def hf_view(cache: Cache, manifest: Manifest, ref: str, source: Path, records: list[FileRecord], hub: Path) -> Path:
     """Show a hub snapshot in the Hugging Face cache layout, by hard links only: a second copy is no view.
 
         hub/models--ORG--NAME/refs/<ref>   snapshots/<commit>/<files>
 
-    `ref` is the branch that was asked for, if one was. Raises FilesystemRefused where hard links are not possible.
+    `ref` is the branch that was asked for, if one was. Returns the snapshot's directory there. Raises FilesystemRefused
+    where hard links are not possible.
     """
     *name, folder = (*manifest.uri.removeprefix("hf://").split("/", 2), "")[:3]
     if [path for path, _ in manifest.listing] == [folder.rpartition("/")[2]]:
@@ -208,3 +209,4 @@ def hf_view(cache: Cache, manifest: Manifest, ref: str, source: Path, records: l
     if ref and not fault(ref):
         make_dirs((repository / "refs" / ref).parent)
         write_atomic(repository / "refs" / ref, manifest.revision.encode())
+    return snapshot

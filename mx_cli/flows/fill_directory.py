@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from mx_cli.base import units
 from mx_cli.base.errors import FilesystemRefused, NoSpace, WaitExpired
 from mx_cli.base.events import Progress
 from mx_cli.base.oserrors import explain
@@ -68,6 +69,18 @@ class Filling:
                 sync_directory(place)
             except OSError as error:
                 raise explain(error, f"syncing {place}") from None
+        self._context.notice(f"filled {self._directory}: {self._made_of()}")
+
+    def _made_of(self) -> str:
+        """Whether its files share the cache's room, and its fate when they are written to."""
+        linked = sum(self._is_linked(record) for record in self._records)
+        kinds = {"hard links into the cache": linked, "copies": len(self._records) - linked}
+        return ", ".join(f"{units.count(number, 'file')} as {kind}" for kind, number in kinds.items() if number)
+
+    def _is_linked(self, record: FileRecord) -> bool:
+        with contextlib.suppress(OSError):
+            return os.path.samefile(self._source / record.path, self._directory / record.path)
+        return False
 
     def _link(self) -> bool:
         """Hard links for what is not there. True as soon as one is not possible: the rest has to wait for its turn."""

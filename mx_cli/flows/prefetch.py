@@ -6,6 +6,7 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING
 
+from mx_cli.base import units
 from mx_cli.base.errors import (
     AccessDenied,
     FilesystemRefused,
@@ -307,7 +308,9 @@ class Prefetch:
         if request.hf_cache is not None:
             hub = deliver.hub_cache(request.hf_cache, self._context.settings)
             ref = "" if self._resolver.pinned else self._resolver.ref
-            deliver.hf_view(self._cache, manifest, ref, source, records, hub)
+            shown = deliver.hf_view(self._cache, manifest, ref, source, records, hub)
+            count = units.count(len(records), "file")
+            self._context.notice(f"filled {shown}: {count} as hard links into the cache")
         if request.to:
             Filling(self._context, source, records, request.to).run()
         if request.link:

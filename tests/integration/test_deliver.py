@@ -41,7 +41,9 @@ def test_to_is_filled_with_hard_links_and_nothing_else_is_touched(mx: Mx, hub: s
     (to / "model.bin").write_bytes(b"\0" * len(SMALL["model.bin"]))
     (to / "config.json").symlink_to(to / "mine.txt")
     (to / "sub" / "tokenizer.json").write_bytes(b"[")
-    snapshot = Path(mx("prefetch", hub.uri, "--to", to, env=hub.env).ok().out.strip())
+    fetched = mx("prefetch", hub.uri, "--to", to, env=hub.env).ok()
+    assert f"filled {to}: 3 files as hard links into the cache\n" in fetched.err
+    snapshot = Path(fetched.out.strip())
     assert tree(to) == cachecheck.sums(SMALL | foreign)
     assert {name: inodes(to)[name] for name in SMALL} == inodes(snapshot)
     assert not (to / "config.json").is_symlink()
@@ -61,7 +63,9 @@ def test_to_is_filled_with_hard_links_and_nothing_else_is_touched(mx: Mx, hub: s
 def test_to_another_file_system_is_a_copy(mx: Mx, hub: servers.Hub, tmpfs: Callable[..., Path]) -> None:
     hub.commit(SMALL)
     to = tmpfs("8m") / "model"
-    snapshot = Path(mx("prefetch", hub.uri, "--to", to, env=hub.env).ok().out.strip())
+    fetched = mx("prefetch", hub.uri, "--to", to, env=hub.env).ok()
+    assert f"filled {to}: 3 files as copies\n" in fetched.err
+    snapshot = Path(fetched.out.strip())
     assert tree(to) == cachecheck.sums(SMALL)
     assert (to / "model.bin").stat().st_dev != snapshot.stat().st_dev
     before = inodes(to)
@@ -467,7 +471,9 @@ def test_hf_cache_of_hits_folders_and_other_names(mx: Mx, hub: servers.Hub, tmp_
     (hub.dir / "refs" / "refs" / "pr").mkdir(parents=True)
     hub.move("refs/pr/1", sha)
     env = hub.env | {"HF_HOME": str(tmp_path / "home")}
-    mx("prefetch", hub.uri, "--revision", "refs/pr/1", "--hf-cache", "", env=env).ok()
+    told = mx("prefetch", hub.uri, "--revision", "refs/pr/1", "--hf-cache", "", env=env).ok().err
+    shown = tmp_path / "home" / "hub" / "models--org--model" / "snapshots" / sha
+    assert f"filled {shown}: 3 files as hard links into the cache\n" in told
     assert (tmp_path / "home" / "hub" / "models--org--model" / "refs" / "refs" / "pr" / "1").read_text() == sha
 
 
