@@ -11,13 +11,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mx_cli.base import units
+from mx_cli.base import memory, units
 from mx_cli.base.errors import FilesystemRefused, NoSpace
-from mx_cli.base.filesystem import mounts
+from mx_cli.base.filesystem import IN_MEMORY, mounts
 from mx_cli.cache.layout import NO_RENAME, cannot_rename, refused
 
 UNCHOSEN_LIMIT = 1 << 30
-VOLATILE = frozenset({"overlay", "tmpfs", "ramfs"})
+VOLATILE = IN_MEMORY | {"overlay"}
 SPARE_INODES = 16
 _NO_FALLOCATE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
@@ -39,8 +39,9 @@ def filesystem(path: Path) -> Filesystem:
     info = os.statvfs(near)
     kind = _kind(near)
     free = info.f_bavail * info.f_frsize
-    if kind in ("tmpfs", "ramfs"):
-        free = min(free, _memory_left())
+    if kind in IN_MEMORY:
+        # What lies there is memory of the container, and counts against its limit.
+        free = min(free, memory.available())
     return Filesystem(kind, free, info.f_favail if info.f_files else None)
 
 
@@ -52,17 +53,6 @@ def _kind(path: Path) -> str:
         if (real == point or real.startswith(point.rstrip("/") + "/")) and len(point) >= len(best):
             best, kind = point, named
     return kind
-
-
-def _memory_left() -> int:
-    """Bytes that the cgroup still allows; a memory-backed volume counts against it."""
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        with contextlib.suppress(OSError, ValueError):
-            return max(0, int(Path(limit).read_text()) - int(Path(used).read_text()))
-    return 1 << 62
 
 
 def allocated(path: Path | str) -> int:

@@ -8,6 +8,7 @@ import os
 import re
 import stat
 import subprocess
+import tempfile
 import sys
 import tarfile
 import time
@@ -369,6 +370,20 @@ def test_memory_does_not_follow_the_size(
         subprocess.run(["rm", "-r", result.out.strip()], check=True)
     assert max(peaks) - min(peaks) < 48, peaks
     assert max(peaks) < 150, peaks
+
+
+def test_a_cache_in_memory_has_no_more_room_than_the_group_of_its_process(
+    mx: Mx, nginx_s3: servers.NginxS3, limited: Callable[[int], tuple[str, ...]]
+) -> None:
+    """P-56: files of a tmpfs count against the memory of the group below which they were written, not the machine's."""
+    fill(nginx_s3.path("large/model.safetensors"), 200, noise("memory", 25 * MIB))
+    nginx_s3.write_lists()
+    with tempfile.TemporaryDirectory(prefix="mx-", dir="/dev/shm") as place:
+        command = ("prefetch", nginx_s3.uri("large"), "--cache-dir", place)
+        result = mx(*command, env=nginx_s3.env | {"MX_ANON": "1"}, prefix=limited(128 * MIB))
+        assert result.code == 15, result.err
+        assert "need 200 MiB" in result.err
+        assert used(Path(place)) < MIB
 
 
 # --- P-61: archives --------------------------------------------------------------------------------------------------
