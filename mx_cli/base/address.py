@@ -11,34 +11,34 @@ _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,252}[A-Za-z0-9_.])?", re.ASCI
 _LONGEST_LABEL = 63
 
 
-def split_address(text: str, default: int | None = None) -> tuple[str, int]:
+def split_address(text: str, default: int | None = None, *, option: str = "") -> tuple[str, int]:
     """("host", 8000) of "host:8000", ("::1", 8000) of "[::1]:8000"; `default`: the port of a text that has none.
 
-    Raises UsageError; port 0 is for who listens.
+    Raises UsageError, which names the `option` that the text was given to; port 0 is for who listens.
     """
     host, colon, port = text.rpartition(":")
     if default is not None and (not colon or text.endswith("]")):
         host, colon, port = text, ":", str(default)
     if not colon or not (port.isascii() and port.isdecimal() and len(port) <= 5 and int(port) <= 65535):
-        raise _refusal(text, "no port from 0 to 65535 after a colon")
+        raise _refusal(option, text, "no port from 0 to 65535 after a colon")
     if host.startswith("[") and host.endswith("]"):
         try:
             ipaddress.IPv6Address(host[1:-1])
         except ValueError as error:
-            raise _refusal(text, str(error)) from None
+            raise _refusal(option, text, str(error)) from None
         return host[1:-1], int(port)
     if ":" in host:
-        raise _refusal(text, "IPv6 addresses stand in brackets")
+        raise _refusal(option, text, "IPv6 addresses stand in brackets")
     if not _NAME.fullmatch(host) or any(not 0 < len(part) <= _LONGEST_LABEL for part in host.rstrip(".").split(".")):
-        raise _refusal(text, "no host name or address before the port")
+        raise _refusal(option, text, "no host name or address before the port")
     return host, int(port)
 
 
-def peer_address(text: str) -> tuple[str, int]:
+def peer_address(text: str, *, option: str = "") -> tuple[str, int]:
     """The same for somebody who listens there already. Raises UsageError, also for port 0."""
-    host, port = split_address(text)
+    host, port = split_address(text, option=option)
     if port == 0:
-        raise _refusal(text, "port 0")
+        raise _refusal(option, text, "port 0")
     return host, port
 
 
@@ -47,5 +47,6 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _refusal(text: str, why: str) -> UsageError:
-    return UsageError(f"not an address ({text!r}: {why})", hint="write HOST:PORT, or [IPV6]:PORT")
+def _refusal(option: str, text: str, why: str) -> UsageError:
+    given = f"{option}: " if option else ""
+    return UsageError(f"{given}not an address ({text!r}: {why})", hint="write HOST:PORT, or [IPV6]:PORT")

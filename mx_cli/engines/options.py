@@ -116,10 +116,9 @@ def _check(options: Options) -> None:
     if options.max_readers < 1:
         raise UsageError(f"max_readers: expected 1 or more, got {options.max_readers}")
     Wish(options.peers, options.path, frozenset(options.require)).check()
-    for address in (options.listen, *options.peers):
-        split_address(address)
+    split_address(options.listen, option="listen")
     if options.advertise:
-        split_address(options.advertise, 0)
+        split_address(options.advertise, 0, option="advertise")
 
 
 def _shifted(address: str, offset: int) -> str:

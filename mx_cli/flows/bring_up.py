@@ -11,7 +11,7 @@ from typing import Any
 import xxhash
 
 from mx_cli.base import machine, units
-from mx_cli.base.address import split_address
+from mx_cli.base.address import peer_address, split_address
 from mx_cli.base.capability import FAIL, OK, WARN, Capability, judged
 from mx_cli.base.errors import AccessDenied, MissingCapability, MxError, TransportFailed
 from mx_cli.base.interfaces import interface_of, source_address
@@ -84,7 +84,7 @@ def measure(context: Context, address: str, listen: str | None, advertise: str |
 
     Blocks for some seconds: every step has its limit. Raises UsageError for an address or a secret that cannot be.
     """
-    split_address(address)
+    peer_address(address, option="--peer")
     listening = Listening(context, Offer(listen=listen, advertise=advertise)) if listen else None
     try:
         return Report(_measured(context, address, listening.address if listening else ""))

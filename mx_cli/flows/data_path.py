@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mx_cli.base.address import peer_address
 from mx_cli.base.errors import IntegrityError, MissingCapability, StillLanding, TransportFailed, UsageError
 from mx_cli.engine.run import cores
 from mx_cli.flows.context import Context
@@ -37,6 +38,8 @@ class Wish:
 
     def check(self) -> None:
         """Raises UsageError for words that mean nothing, or contradict each other."""
+        for address in self.peers:
+            peer_address(address, option="--peer")
         if self.path not in PATHS:
             raise UsageError(f"not a path (--path {self.path}: expected {', '.join(PATHS)})")
         if unknown := sorted(self.require - set(REQUIREMENTS)):

@@ -77,6 +77,7 @@ class Serving:
         self._lost: set[str] = set()
         self._ending = threading.Lock()
         self._closed = False
+        split_address(offer.listen, option="--listen")
         known = trust.accepted(context, offer.listen)
         if offer.tls_key and not offer.tls_cert:
             raise UsageError("--tls-key without --tls-cert")
@@ -245,7 +246,7 @@ class Serving:
         """The address for others. Of a listener on all addresses, the one that other machines reach this one by."""
         host, port = listener.getsockname()[:2]
         if self._offer.advertise:
-            given, fixed = split_address(self._offer.advertise, port)
+            given, fixed = split_address(self._offer.advertise, port, option="--advertise")
             if given in ("0.0.0.0", "::"):
                 raise UsageError(
                     f"--advertise {self._offer.advertise}: nobody can connect to that",

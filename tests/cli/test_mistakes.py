@@ -35,7 +35,12 @@ def guarded(hosts: Hosts, model: Path, tmp_path: Path) -> Served:
     ("arguments", "code", "said", "hint"),
     [
         (["serve", "{model}", "--listen", "0.0.0.0:0"], 2, "there is no secret", "--peer-token-file FILE"),
-        (["serve", "{model}", "--listen", "0.0.0.0"], 2, "'0.0.0.0': no port", "HOST:PORT"),
+        (["serve", "{model}", "--listen", "0.0.0.0"], 2, "--listen: not an address ('0.0.0.0': no port", "HOST:PORT"),
+        (["serve", "{model}", "--advertise", ":7400"], 2, "--advertise: not an address (':7400': no host", "HOST:PORT"),
+        (["pull", NOBODY, "--peer", "7400"], 2, "--peer: not an address ('7400': no port", "HOST:PORT"),
+        (["pull", NOBODY, "--peer", "a:0"], 2, "--peer: not an address ('a:0': port 0", "HOST:PORT"),
+        (["doctor", "--peer", "7400"], 2, "--peer: not an address ('7400': no port", "HOST:PORT"),
+        (["doctor", "--listen", "7400"], 2, "--listen: not an address ('7400': no port", "HOST:PORT"),
         (["serve", "{model}", "--peer-token-file", "absent"], 2, "absent: No such file", "make one: head -c 32"),
         (["serve", "{model}", "--device", "gpu"], 2, "--device gpu: expected file, cpu, cuda or cuda:N", ""),
         (["serve", "{model}.gone"], 10, "no such file", ""),
