@@ -83,7 +83,21 @@ class Resolver:
             if self._context.settings.if_unreachable == "cached":
                 self._unreachable = error
                 return self._cached_listing(error.what)
-            raise
+            raise self._or_offline(error) from None
+
+    def _or_offline(self, error: Unreachable) -> Unreachable:
+        """The error, whose hint tells what the cache can do without the origin, if it can."""
+        revision = self._revision if self.pinned else (self._model.read_ref(self.ref) or ("",))[0]
+        known = self._known(revision) if revision else None
+        if error.hint or known is None or not self._all_there(known):
+            return error
+        return Unreachable(
+            error.what,
+            hint=f"the cache has {known.revision}: --offline uses it, or --if-unreachable cached",
+            via=error.via,
+            retry_after=error.retry_after,
+            permanent=error.permanent,
+        )
 
     def wanted(self, listing: Listing) -> Wanted:
         """What of the listing was asked for. Raises as `wanted_of` does, and what reading a shard index raises."""

@@ -523,7 +523,11 @@ def test_p21_unreachable_may_use_the_cache_when_told_to(mx: Mx, hub: servers.Hub
     sha40 = hub.commit({"config.json": b"{}"})
     mx("prefetch", hub.uri, env=hub.env).ok()
     env = {"HF_ENDPOINT": f"http://127.0.0.1:{closed_port()}"} | QUICK
-    mx("prefetch", hub.uri, env=env).exits(12)
+    hint = f"hint: the cache has {sha40}: --offline uses it, or --if-unreachable cached\n"
+    assert hint in mx("prefetch", hub.uri, env=env).exits(12).err
+    nowhere = env | {"HF_ENDPOINT": "http://hub.invalid:1"}
+    assert hint in mx("prefetch", hub.uri, env=nowhere).exits(12).err
+    assert hint not in mx("prefetch", f"{hub.uri}-2", env=env).exits(12).err
     used = mx("prefetch", hub.uri, "--if-unreachable", "cached", "--json", env=env).ok()
     assert (used.json()["role"], used.json()["revision"]) == ("hit", sha40)
     assert "ago" in used.err
