@@ -67,6 +67,8 @@ def load(
     model = model_text(model)
     context = process_context(settings)
     index = device_number(device)
+    if rules is not None and rank is None:
+        raise UsageError("rules without a rank")
     if group is not None:
         if fill_cache:
             raise UsageError("a group, and fill_cache: each rank would fill it", hint="leave one of them out")
@@ -78,8 +80,6 @@ def load(
         if rank is None:
             return shared.run(model, revision, names)
         return shared.run_share(model, revision, names, lambda *at: cut_of(rank, rules, lambda: found_config(*at)))
-    if rules is not None and rank is None:
-        raise UsageError("rules without a rank")
     wish = _Wish(names, mapped, rank, rules, index)
     if fill_cache:
         from mx_cli.flows.fill_cache import Fill

@@ -35,7 +35,11 @@ class Collective:
 
         if not distributed.is_available() or not distributed.is_initialized():
             raise UsageError("a group without torch.distributed", hint="init_process_group first")
-        self.rank = distributed.get_rank(group)
+        try:
+            self.rank = distributed.get_rank(group)
+        except (ValueError, TypeError, RuntimeError):
+            kind = type(group).__name__
+            raise UsageError(f"not a group of this process: {kind}", hint="of a DeviceMesh: mesh.get_group()") from None
         if self.rank < 0:
             raise UsageError("this process is not in the group")
         self.size = distributed.get_world_size(group)

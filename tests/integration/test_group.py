@@ -118,3 +118,17 @@ def test_what_is_no_group(tmp_path: Path) -> None:
         mx_cli.load(str(tmp_path), group=object())
     with pytest.raises(UsageError, match="a group, and mapped"):
         mx_cli.load(str(tmp_path), group=object(), mapped=True)
+    with pytest.raises(UsageError, match="rules without a rank"):
+        mx_cli.load(str(tmp_path), group=object(), rules="llama")
+
+
+def test_what_is_no_group_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch import distributed
+
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        with pytest.raises(UsageError, match=r"not a group of this process: int"):
+            mx_cli.load(str(tmp_path), group=5)
+    finally:
+        distributed.destroy_process_group()
