@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mx_cli.base.errors import IntegrityError, NotFound, UsageError
+from mx_cli.base.errors import IntegrityError, UsageError
 from mx_cli.base.oserrors import explain
 from mx_cli.engine.many import Bell, Member
 from mx_cli.engine.ports import ReadItem
@@ -21,7 +21,7 @@ from mx_cli.flows.hash import is_local
 from mx_cli.flows.hash_anything import snapshot_manifest
 from mx_cli.flows.holdings import holding_of
 from mx_cli.flows.parts import named_by_part
-from mx_cli.flows.pull_memory import disk_member, locked
+from mx_cli.flows.pull_memory import disk_member, locked, no_weights
 from mx_cli.flows.request import Wanted
 from mx_cli.flows.resolve import listing_anew
 from mx_cli.flows.select import READ_LIMIT, usual_of
@@ -102,7 +102,7 @@ def catalog_of(listing: Listing, origin: OpenOrigin, directory: Path | None, con
     wanted = usual_of(listing, origin)
     weights = sorted(wanted.prefixes)
     if not weights:
-        raise _no_weights(listing.uri)
+        raise no_weights(listing.uri)
     if other := [path for path in weights if not path.endswith(".safetensors")]:
         raise UsageError(
             f"{other[0]} is not safetensors: its tensors cannot be read one by one", hint="mx prefetch brings the files"
@@ -173,15 +173,11 @@ def _holding(listing: Listing, wanted: Wanted, headers: dict[str, Header]) -> Ho
 
 def _only_tensors(holding: Holding) -> Holding:
     if not holding.manifest.weights:
-        raise _no_weights(holding.manifest.uri)
+        raise no_weights(holding.manifest.uri)
     others = sorted({tensor.file for tensor in holding.tensors if tensor.dtype == "file"})
     if others:
         raise UsageError(f"{others[0]} is not safetensors: its tensors cannot be read one by one")
     return holding
-
-
-def _no_weights(uri: str) -> NotFound:
-    return NotFound(f"{uri}: no weights among its files", hint="mx prefetch brings what is there")
 
 
 def found_config(found: Catalog, origin: OpenOrigin) -> Mapping[str, Any] | None:

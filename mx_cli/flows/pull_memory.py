@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mx_cli.base.errors import Incompatible, StillLanding, UsageError
+from mx_cli.base.errors import Incompatible, NotFound, StillLanding, UsageError
 from mx_cli.engine.buffers import Pool, never_free
 from mx_cli.engine.many import Bell, Many, Member
 from mx_cli.engine.meter import Meter
@@ -92,8 +92,10 @@ def refuse(wrong: Sequence[str], missing: Sequence[str], extra: Sequence[str]) -
 def table(holding: Holding) -> dict[str, Shape]:
     """dtype and shape of everything that a holding has a name for; what only holds overlapping tensors has no kind.
 
-    Raises UsageError where files hold no tensors, or two tensors of one name.
+    Raises NotFound where there are no weights, UsageError where files hold no tensors, or two tensors of one name.
     """
+    if not holding.manifest.weights:
+        raise no_weights(holding.manifest.uri)
     for tensor in holding.tensors:
         if tensor.dtype == FILE_DTYPE:
             raise UsageError(
@@ -110,6 +112,10 @@ def table(holding: Holding) -> dict[str, Shape]:
         if not holding.kinds or tensor.name in holding.kinds
     }
     return found | {name: (alias.dtype, alias.shape) for name, alias in holding.aliases.items()}
+
+
+def no_weights(uri: str) -> NotFound:
+    return NotFound(f"{uri}: no weights among its files", hint="mx prefetch brings what is there")
 
 
 def place_of(holding: Holding, name: str) -> tuple[str, int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -10,7 +11,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ import pytest
 import mx_cli
 from mx_cli.base import filesystem
 from mx_cli.base.errors import IntegrityError, MxError, NoSpace, NotFound, OriginChanged, Unreachable, UsageError
+from mx_cli.flows.from_python import process_context
+from mx_cli.flows.holdings import local_holding
+from mx_cli.flows.pull_memory import table
 from tests.rig import capabilities, limits, torture
 from tests.rig.big_file import big_file, name_of
 from tests.rig.servers import S3, Hub, Nginx, S3Stub
@@ -560,32 +564,103 @@ def test_T03_the_76_files_over_http(nginx: Nginx, tmp_path: Path) -> None:
                 path.rmdir()
 
 
+def test_T03_a_peer_refuses_what_the_disk_does(tmp_path: Path) -> None:
+    """In the same words, before it offers anything."""
+    (tmp_path / "files").mkdir()
+    context = process_context({})
+    for name, (path, expected) in torture.write(tmp_path / "files").items():
+        if expected == "reject":
+            directory = tmp_path / name
+            directory.mkdir()
+            (directory / "config.json").write_text("{}")
+            path.rename(directory / path.name)
+            said = verdict(load, directory)
+            assert said != "loads", name
+            assert name[:3] in said
+            assert verdict(lambda model: table(local_holding(Path(model), context)), directory) == said
+
+
+def test_T03_serve_names_the_file_and_the_cause(mx: Mx, tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text("{}")
+    (tmp_path / "m" / "m06.safetensors").write_bytes(torture.CASES["m06-lfs-pointer"][0])
+    refused = mx("serve", str(tmp_path / "m"), "--discovery", f"dir:{tmp_path}/peers").exits(16)
+    assert "m06.safetensors: git-lfs pointer, not weights (real size 4.7 GiB)" in refused.err
+
+
+LARGE_TABLE = "v19-100k-tensors"
+
+
 def test_T03_the_files_that_load_pass_through_a_peer(mx: Mx, tmp_path: Path) -> None:
-    for name, (data, expected) in torture.CASES.items():
-        if expected != "reject" and not name.startswith(("v01", "v02", "v18", "v19", "m35")):
-            (tmp_path / "m").mkdir(exist_ok=True)
-            prefixed = rename_tensors(data, f"{name}.")
-            (tmp_path / "m" / f"{name}.safetensors").write_bytes(prefixed)
-    options = ("--discovery", f"dir:{tmp_path}/peers", "--device", "cpu", "--ready-file", str(tmp_path / "ready"))
-    source = mx.start("serve", str(tmp_path / "m"), *options)
-    eventually((tmp_path / "ready").exists, 60)
-    said = json.loads((tmp_path / "ready").read_text())
-    found = mx_cli.pull(
-        said["identity"]["content"],
-        peers=[said["address"]],
-        path="socket",
-        routes=["peer"],
-        discovery=f"dir:{tmp_path}/peers",
+    """Each as it is: as a part of one pipeline, so that their names do not clash."""
+    cases = [name for name, (_, expected) in torture.CASES.items() if expected != "reject" and name != LARGE_TABLE]
+    assert len(cases) == 35
+    write_parts(tmp_path / "m", cases)
+    with served(mx, tmp_path) as (identity, options):
+        found = mx_cli.pull(identity, **options)
+        loaded = load(tmp_path / "m")
+        assert {name: as_told(tensor) for name, tensor in found.items()} == {
+            name: as_told(tensor) for name, tensor in loaded.items()
+        }
+        words = ("--peer", options["peers"][0], "--discovery", options["discovery"], "--path", "socket")
+        mx("pull", identity, "--to", tmp_path / "to", *words, "--route", "peer").ok()
+    for name in cases:
+        check_part({key: loaded[key] for key in loaded if key.startswith(f"{name}/")}, tmp_path / "m", name)
+    for path in (path for path in (tmp_path / "m").rglob("*") if path.is_file()):
+        assert (tmp_path / "to" / path.relative_to(tmp_path / "m")).read_bytes() == path.read_bytes()
+
+
+def test_T03_a_table_of_100k_tensors_passes_through_a_peer(mx: Mx, tmp_path: Path) -> None:
+    write_parts(tmp_path / "m", [LARGE_TABLE])
+    with served(mx, tmp_path) as (identity, options):
+        names = [f"{LARGE_TABLE}/l.{number}" for number in (0, 777, 99_999)]
+        found = mx_cli.pull(identity, names=names, **options)
+    data = torture.CASES[LARGE_TABLE][0][-100_000:]
+    assert {name: raw(tensor) for name, tensor in found.items()} == {
+        name: data[number : number + 1] for name, number in zip(names, (0, 777, 99_999), strict=True)
+    }
+
+
+def test_T03_no_weights_are_not_nothing_from_a_peer(mx: Mx, tmp_path: Path) -> None:
+    """A peer may offer files that are no weights; tensors are not among them."""
+    write_parts(tmp_path / "m", [])
+    (tmp_path / "m" / "m39.safetensors").mkdir()
+    with served(mx, tmp_path) as (identity, options), pytest.raises(NotFound, match="no weights among its files"):
+        mx_cli.pull(identity, **options)
+
+
+def write_parts(directory: Path, cases: Iterable[str]) -> None:
+    directory.mkdir()
+    for name in ("config.json", "model_index.json"):
+        (directory / name).write_text("{}")
+    for name in cases:
+        (directory / name).mkdir()
+        (directory / name / "model.safetensors").write_bytes(torture.CASES[name][0])
+
+
+@contextlib.contextmanager
+def served(mx: Mx, tmp_path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The identity of `tmp_path/m` while a peer serves it, and what a pull needs to reach that."""
+    discovery, ready = f"dir:{tmp_path}/peers", tmp_path / "ready"
+    source = mx.start(
+        "serve", str(tmp_path / "m"), "--discovery", discovery, "--device", "cpu", "--ready-file", str(ready)
     )
-    assert_same(found, tmp_path / "m")
-    source.kill()
+    try:
+        eventually(ready.exists, 60)
+        said = json.loads(ready.read_text())
+        identity = said["identity"].get("content") or said["identity"]["origin"]
+        yield identity, {"peers": [said["address"]], "path": "socket", "routes": ["peer"], "discovery": discovery}
+    finally:
+        source.kill()
 
 
-def rename_tensors(data: bytes, prefix: str) -> bytes:
-    end = 8 + int.from_bytes(data[:8], "little")
-    table = json.loads(data[8:end])
-    renamed = {name if name == "__metadata__" else prefix + name: entry for name, entry in table.items()}
-    return torture.st(renamed, data[end:])
+def as_told(tensor: Any) -> tuple[Any, tuple[int, ...], bytes]:
+    return tensor.dtype, tuple(tensor.shape), raw(tensor)
+
+
+def check_part(found: dict[str, Any], directory: Path, name: str) -> None:
+    prefix = f"{name}/"
+    check_bytes({key.removeprefix(prefix): found[key] for key in found}, directory / name / "model.safetensors")
 
 
 def test_T03_no_giant_allocation(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Odd and broken safetensors files: name -> (bytes, verdict), the verdict being load, reject or either.
 
-`m05`, `m39` and `m40` aren't bytes (a 100 MB file, a directory, a dangling link): `write` makes them.
+Those of NOT_BYTES aren't bytes (a 100 MB file, a directory, a dangling link): `write` makes them.
 """
 
 from __future__ import annotations
@@ -161,6 +161,10 @@ CASES: dict[str, tuple[bytes, str]] = {
 }
 
 
+NOT_BYTES = ("m05-header-100MB+1", "m39-directory", "m40-dangling-symlink")
+"""All to be refused."""
+
+
 def write(folder: Path) -> dict[str, tuple[Path, str]]:
     """Every case as a file, with the three that are not bytes; takes 110 MB."""
     written = {}
@@ -168,11 +172,9 @@ def write(folder: Path) -> dict[str, tuple[Path, str]]:
         path = folder / f"{name}.safetensors"
         path.write_bytes(data)
         written[name] = path, verdict
-    big = folder / "m05-header-100MB+1.safetensors"
+    big, directory, link = others = [folder / f"{name}.safetensors" for name in NOT_BYTES]
     with big.open("wb") as file:
         file.write(struct.pack("<Q", 100_000_002) + b"{}" + b" " * 100_000_000)
-    directory = folder / "m39-directory.safetensors"
     directory.mkdir()
-    link = folder / "m40-dangling-symlink.safetensors"
     link.symlink_to("/nonexistent/blob")
-    return written | {path.name.removesuffix(".safetensors"): (path, "reject") for path in (big, directory, link)}
+    return written | {name: (path, "reject") for name, path in zip(NOT_BYTES, others, strict=True)}
