@@ -12,6 +12,7 @@ from mx_cli.cache.layout import Cache, Model
 from mx_cli.cache.snapshots import Snapshots
 from mx_cli.flows.context import Context, is_immutable, moving_name
 from mx_cli.flows.hash import CHECKPOINT, HashResult, hash_model, is_local
+from mx_cli.model import hf_config
 from mx_cli.model.digest import TensorDigest, table_of
 from mx_cli.model.manifest import Manifest
 
@@ -30,7 +31,7 @@ def hash_anything(
     cache = context.cache()
     manifest = snapshot_manifest(cache, model, context) if is_local(model) else None
     origin = (manifest.uri, manifest.revision) if manifest and "origin" in manifest.identity else None
-    return hash_model(
+    result = hash_model(
         model,
         layout=layout,
         kind=kind,
@@ -43,6 +44,16 @@ def hash_anything(
         resolve_origin=lambda uri, ref: resolve_revision(uri, ref, context),
         stop=context.stop,
     )
+    _doubt(result, context)
+    return result
+
+
+def _doubt(result: HashResult, context: Context) -> None:
+    """Warn of a JSON file that is a config neither by its name nor by what it says, such as a tokenizer's."""
+    name, only = os.path.basename(result.model), result.identities[0]
+    doubtful = only.kind == "config" and name.endswith(".json") and name != "config.json"
+    if doubtful and not hf_config.names_a_model(only.config or {}):
+        context.warn(f"{result.model} names no model_type and no architectures: it may not be a model's config")
 
 
 def uses_cache(model: str, content: bool, context: Context) -> bool:

@@ -61,6 +61,15 @@ ROPE_NAMES = {"su": "longrope", "mrope": "default"}
 _ROPE_MEMBERS = ("rope_theta", "partial_rotary_factor")
 
 
+_NAMES_A_MODEL = ("model_type", "architectures", "_class_name")
+"""A config of transformers has one of the first two, one of diffusers the last."""
+
+
+def names_a_model(config: dict[str, Any]) -> bool:
+    """Whether a normalised config says what it configures. Any JSON object is a config; most that don't are none."""
+    return any(key in config for key in _NAMES_A_MODEL)
+
+
 def load(data: bytes, name: str) -> dict[str, Any]:
     """The normalised config of a file's bytes. UsageError names the file and the offset or the key path."""
     return normalise(json_strict.parse(data, name), name)

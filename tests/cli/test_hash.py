@@ -197,6 +197,21 @@ def test_H07_same_config_other_weights(mx: Mx, identify: Identify, tmp_path: Pat
     assert mx("hash", base, "--no-content", "--json").ok().json()["config_only"] is True
 
 
+def test_a_file_that_says_nothing_of_a_model_is_doubted(mx: Mx, tmp_path: Path) -> None:
+    """Any JSON object is a config. A tokenizer's is hashed in the place of one when the wrong name was typed."""
+    for name, content, doubted in (
+        ("tokenizer.json", {"version": "1.0", "model": {"type": "BPE"}}, True),
+        ("config.json", {"version": "1.0"}, False),
+        ("other.json", {"architectures": ["LlamaForCausalLM"]}, False),
+        ("unet.json", {"_class_name": "UNet2DConditionModel"}, False),
+    ):
+        (tmp_path / name).write_text(json.dumps(content))
+        found = mx("hash", tmp_path / name).ok()
+        assert found.out.startswith("mx1x-")
+        assert (f"warning: {tmp_path / name} names no model_type" in found.err) == doubted, name
+    mx("hash", tmp_path / "tokenizer.json", "--strict").exits(3)
+
+
 def test_H09_paths_and_shards_do_not_count(identify: Identify, tmp_path: Path) -> None:
     tensors = {f"layers.{n}.weight": ("U8", (MIB + n,), noise(f"t{n}", MIB + n)) for n in range(4)}
     config = json.dumps(CONFIG)
