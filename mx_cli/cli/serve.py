@@ -56,7 +56,7 @@ def serve(
     """Offer weights to peers: from disk, host memory or GPU memory. Runs until it is stopped."""
     from mx_cli.base.errors import FilesystemRefused
     from mx_cli.flows import serve as flow
-    from mx_cli.flows.deliver import prepare_result, withdraw_result, write_result
+    from mx_cli.flows.deliver import check_directory_of, prepare_result, withdraw_result, write_result
     from mx_cli.flows.serving import Offer
 
     drain = seconds("--drain-timeout", drain_timeout)
@@ -82,6 +82,7 @@ def serve(
         session.answer(json.dumps(document), document)
 
     if file:
+        check_directory_of("--ready-file", file)
         # A life that was killed left it.
         prepare_result("--ready-file", file, context.cache().root)
     try:

@@ -59,6 +59,12 @@ def prepare_result(option: str, path: Path, root: Path) -> None:
     withdraw_result(path)
 
 
+def check_directory_of(option: str, path: Path) -> None:
+    """UsageError where the file's directory is not there: nobody looks into one that is made for a mistyped name."""
+    if not os.path.lexists(path.parent):
+        raise UsageError(f"{option} {path}: there is no directory {path.parent}", hint=f"mkdir -p {path.parent}")
+
+
 def _check_outside(option: str, path: Path, root: Path) -> None:
     """The cache's own files are written by the election alone; beside them, in its root, is room for others."""
     parts = _below(path.parent, root)

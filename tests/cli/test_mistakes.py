@@ -36,6 +36,7 @@ def guarded(hosts: Hosts, model: Path, tmp_path: Path) -> Served:
     [
         (["serve", "{model}", "--listen", "0.0.0.0:0"], 2, "there is no secret", "--peer-token-file FILE"),
         (["serve", "{model}", "--listen", "0.0.0.0"], 2, "--listen: not an address ('0.0.0.0': no port", "HOST:PORT"),
+        (["serve", "{model}", "--ready-file", "no/ready"], 2, "no/ready: there is no directory /", "mkdir -p /"),
         (["serve", "{model}", "--advertise", ":7400"], 2, "--advertise: not an address (':7400': no host", "HOST:PORT"),
         (["pull", NOBODY, "--peer", "7400"], 2, "--peer: not an address ('7400': no port", "HOST:PORT"),
         (["pull", NOBODY, "--peer", "a:0"], 2, "--peer: not an address ('a:0': port 0", "HOST:PORT"),
