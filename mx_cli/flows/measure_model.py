@@ -32,7 +32,8 @@ def probe(arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     try:
         rows = _of_identity(model, context) if kind_of(model) else _of_place(model, context)
     except MxError as error:
-        rows = (Capability("model", FAIL, f"{model}: {error.what}", error.hint or "mx doctor without it"),)
+        said = error.what if model in error.what else f"{model}: {error.what}"
+        rows = (Capability("model", FAIL, said, error.hint or "mx doctor without it"),)
     for row in rows:
         yield row.to_json()
 

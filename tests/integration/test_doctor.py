@@ -266,6 +266,11 @@ def test_an_origin_that_is_not_there_fails(mx: Mx) -> None:
     env = {"HF_ENDPOINT": f"http://127.0.0.1:{servers.free_port()}"}
     rows = table(mx("doctor", "hf://acme/nothing", "--json", env=env).exits(20))
     assert rows["model"]["state"] == "fail"
+    for model in ("hf://acme/nothing", "nothing"):
+        (row,) = [
+            row for row in mx("doctor", model, "--json", env=env).exits(20).json()["rows"] if row["name"] == "model"
+        ]
+        assert row["value"].count(f"{model}:") == 1, row
 
 
 @capability("mount")
