@@ -26,7 +26,7 @@ def process_context(options: Mapping[str, Any]) -> Context:
     level = {"warning": logging.WARNING, "error": logging.ERROR}
 
     def emit(event: Event) -> None:
-        log.log(level.get(event.level, logging.INFO), "%s", event.to_json().get("message") or event.event)
+        log.log(level.get(event.level, logging.INFO), "%s", getattr(event, "message", None) or event.text())
 
     return Context(resolve({**options}), Stop(), emit)
 

@@ -8,7 +8,6 @@ a file whose direct read fails later is read through the page cache from there o
 from __future__ import annotations
 
 import contextlib
-import errno
 import mmap
 import os
 import threading
@@ -35,7 +34,6 @@ MOSTLY = 0.75
 LOCAL_READS, NETWORK_READS = 4, 8
 LEAVE = 5.0
 """Seconds in which reads under way have to end when the files are closed: those of a mount that is dead never do."""
-_NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTTY, errno.EPERM})
 
 
 class Disk:
@@ -134,8 +132,7 @@ class Disk:
                 return _straight(fd, at, address, length, edges)
             return self._bounced(fd, at, address, length)
         except OSError as error:
-            if error.errno not in _NOT_DIRECT:
-                raise
+            # What else is wrong with the file is told by the read through the page cache.
             file.takes_direct = False
             if self._noticed.acquire(blocking=False):
                 self._notice(

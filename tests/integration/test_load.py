@@ -6,8 +6,11 @@ import contextlib
 import hashlib
 import itertools
 import json
+import logging
 import mmap
 import os
+import re
+import socket
 import subprocess
 import sys
 import threading
@@ -237,6 +240,14 @@ def test_faults_that_pass(
 
 def test_an_origin_that_stays_away(
     way: Callable[..., dict[str, Any]], hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_log_says_what_is_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        port = nobody.getsockname()[1]
+    with caplog.at_level(logging.WARNING, "mx"), pytest.raises(Unreachable):
+        load(f"http://127.0.0.1:{port}/m/", retry_for=1.0)
+    assert re.search(r"retry 1 of .* in \d\.\d s: .*cannot connect", caplog.text)
+
+
 ) -> None:
     make_safetensors(tmp_path / "m" / "model.safetensors", {"t": ("F32", [3_000_000], None)})
     hub.commit(tmp_path / "m")
@@ -446,7 +457,7 @@ print(json.dumps({"said": first, "loaded": loaded, "streamed": sums(mx_cli.strea
 """
 
 
-@pytest.mark.parametrize(("after", "error"), [(0, "EINVAL"), (3, "EOPNOTSUPP")])
+@pytest.mark.parametrize(("after", "error"), [(0, "EINVAL"), (3, "EOPNOTSUPP"), (1, "EIO")])
 def test_T02_direct_reads_that_are_refused_late(
     after: int, error: str, fault_env: Callable[..., dict[str, str]], tmp_path: Path
 ) -> None:
