@@ -8,9 +8,9 @@ import os
 import re
 import stat
 import subprocess
-import tempfile
 import sys
 import tarfile
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
