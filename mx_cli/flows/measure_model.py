@@ -12,10 +12,13 @@ from mx_cli.base.cancel import Stop
 from mx_cli.base.capability import FAIL, OK, Capability
 from mx_cli.base.config import resolve
 from mx_cli.base.errors import MxError
+from mx_cli.base.oserrors import explain
 from mx_cli.flows.context import Context
 from mx_cli.flows.hash import is_local
+from mx_cli.flows.local_model import LocalModel
 from mx_cli.flows.prefetch import preview
 from mx_cli.flows.request import Request
+from mx_cli.model.header import SNIFF_BYTES, check_payload
 from mx_cli.model.identity import kind_of
 
 ROWS = ("model", "origin")
@@ -39,6 +42,8 @@ def probe(arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _of_place(model: str, context: Context) -> tuple[Capability, ...]:
+    if is_local(model):
+        _check_local(model)
     if is_local(model) and not os.path.isdir(os.path.expanduser(model)):
         size = os.path.getsize(os.path.expanduser(model)) if os.path.exists(os.path.expanduser(model)) else 0
         if size:
@@ -53,6 +58,17 @@ def _of_place(model: str, context: Context) -> tuple[Capability, ...]:
     row = _sized(found.uri, size, len(found.files), there, missing=found.missing)
     said = "not asked: --offline" if context.settings.offline else f"answers in {1000 * seconds:.0f} ms"
     return row, Capability("origin", OK, f"{found.uri} {said}", facts={"seconds": round(seconds, 3)})
+
+
+def _check_local(model: str) -> None:
+    """Raises MxError for what is no model, and for weights whose first bytes show that they are none. A small read of each."""
+    local = LocalModel(model)
+    for name, _ in local.selection.weights if local.selection else ():
+        try:
+            with open(local.folder / name, "rb") as file:
+                check_payload(name, file.read(SNIFF_BYTES), os.fstat(file.fileno()).st_size)
+        except OSError as error:
+            raise explain(error, f"reading {local.folder / name}") from None
 
 
 def _of_identity(model: str, context: Context) -> tuple[Capability, ...]:

@@ -262,6 +262,24 @@ def test_a_model_and_what_each_rank_needs(
     assert (unknown["state"], "neither in the cache nor at a peer" in unknown["value"]) == ("fail", True)
 
 
+@pytest.mark.parametrize(
+    ("name", "data", "cause"),
+    [
+        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n", "git-lfs pointer"),
+        ("model.safetensors", b"\0" * 4096, "preallocated and never filled"),
+        ("notes.txt", b"to do", "neither weights nor a config"),
+    ],
+)
+def test_what_is_no_model_fails(mx: Mx, tmp_path: Path, name: str, data: bytes, cause: str) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / name).write_bytes(data)
+    row = measured(mx, tmp_path / "model" / name)["model"]
+    assert row["state"] == "fail"
+    assert cause in row["value"]
+    if name != "notes.txt":
+        assert measured(mx, tmp_path / "model")["model"]["state"] == "fail"
+
+
 def test_an_origin_that_is_not_there_fails(mx: Mx) -> None:
     env = {"HF_ENDPOINT": f"http://127.0.0.1:{servers.free_port()}"}
     rows = table(mx("doctor", "hf://acme/nothing", "--json", env=env).exits(20))
