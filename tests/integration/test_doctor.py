@@ -265,7 +265,11 @@ def test_a_model_and_what_each_rank_needs(
 @pytest.mark.parametrize(
     ("name", "data", "cause"),
     [
-        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n", "git-lfs pointer"),
+        (
+            "model.safetensors",
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n",
+            "git-lfs pointer",
+        ),
         ("model.safetensors", b"\0" * 4096, "preallocated and never filled"),
         ("notes.txt", b"to do", "neither weights nor a config"),
     ],
