@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from mx_cli.base import units
 from mx_cli.base.cancel import Stop
 from mx_cli.base.errors import IntegrityError, MxError, OriginChanged, Unreachable
 from mx_cli.engine.ports import OnRetry
@@ -89,6 +90,8 @@ class Patience:
         if now + wait - self._since > self._retry_for:
             tries = f"{self._attempts} {'try' if self._attempts == 1 else 'tries'}"
             spent = f"gave up after {tries} in {now - self._since:.0f} s"
+            if error.retry_after:
+                spent = f"to be asked again in {units.duration(error.retry_after)}; {spent}"
             raise type(error)(
                 f"{error.what} ({spent}; --retry-for {self._retry_for:g}s)", hint=error.hint, via=error.via
             )

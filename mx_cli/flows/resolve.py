@@ -19,6 +19,9 @@ from mx_cli.flows.supply import Supply
 from mx_cli.model.manifest import Entry, Listing
 
 CHANGES = 3
+_RESTLESS_HINT = (
+    "run it again when nobody writes there, or leave the file out with --exclude; servers that disagree look the same"
+)
 """Times that an origin is listed, and its files are fetched, while it changes under way."""
 
 NOT_ASKED = "the origin is not asked"
@@ -39,7 +42,10 @@ def listing_anew(once: Callable[[], T], pinned: Callable[[], bool], warn: Callab
             if pinned():
                 raise
             warn(f"{error.what}; listing the origin again")
-    return once()
+    try:
+        return once()
+    except OriginChanged as error:
+        raise OriginChanged(error.what, hint=error.hint or _RESTLESS_HINT, via=error.via) from None
 
 
 class Resolver:

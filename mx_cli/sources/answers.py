@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import email.utils
+import http
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from urllib.parse import unquote_to_bytes
 
 from mx_cli.base.errors import AccessDenied, IntegrityError, MxError, NotFound, OriginChanged, Unreachable
 from mx_cli.engine.ports import NoRanges, ReadItem
@@ -15,7 +19,15 @@ from mx_cli.sources.wire import Head, number
 
 GOOD_STATUS = frozenset({200, 203, 206})
 """Where the answer is what was asked for. 202 is a promise, 204 is nothing."""
-AGAIN_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504, 509, 520, 521, 522, 523, 524, 529})
+AGAIN_STATUS = frozenset({408, 425, 429, *range(500, 600)}) - {501, 505, 511}
+"""What may be otherwise in a while."""
+_SPENT = re.compile(r";\s*r=0\s*;\s*t=(\d{1,6})\b")
+MOVED_STATUS = frozenset({301, 302, 303, 307, 308})
+_FORBIDDEN = frozenset({402, 451, 511})
+HEADLESS_STATUS = frozenset({400, 403, 405, 501})
+"""What servers say to HEAD when they only do GET; a link signed for GET answers 403."""
+RANGELESS_STATUS = frozenset({400, 405, 406, 416, 417, 501, 505})
+"""How servers refuse a Range that they would give whole."""
 
 Sign = Callable[[str, str, dict[str, str]], dict[str, str]]
 """(method, url, headers) -> all headers to send; called for each request, so that credentials stay fresh."""
@@ -42,12 +54,22 @@ class Target:
     follow: bool = True
 
 
+class OtherTag(OriginChanged):
+    """The answer's own headers say that it is of another object."""
+
+
+class Unmatched(OriginChanged):
+    """If-Match was refused."""
+
+
 def refusal(what: str, head: Head, body: bytes = b"") -> MxError:
     """What a status outside GOOD_STATUS means."""
     status = head.status
     seen = f"{what}: HTTP {status}"
     if status < 300:
         return IntegrityError(f"{seen}, and not the file")
+    if status in MOVED_STATUS and not head.get("location"):
+        return Unreachable(f"{seen}, a redirect that does not say where to", permanent=True)
     if status in (401, 407):
         return AccessDenied(f"{seen}, credentials are missing or refused")
     if status == 403:
@@ -55,18 +77,30 @@ def refusal(what: str, head: Head, body: bytes = b"") -> MxError:
     if status in (404, 410):
         return NotFound(f"{seen}, not found")
     if status == 412:
-        return OriginChanged(f"{seen}, the object is not the one that was listed")
+        return Unmatched(f"{seen}, the object is not the one that was listed")
     if status == 416:
         return OriginChanged(f"{seen}, the object is shorter than it was when listed")
+    if status in _FORBIDDEN:
+        return AccessDenied(seen + _phrase(status))
     if status in AGAIN_STATUS:
-        return Unreachable(seen, retry_after=_retry_after(head))
-    return Unreachable(seen, permanent=True)
+        return Unreachable(seen, retry_after=retry_after(head))
+    return Unreachable(seen + _phrase(status), permanent=True)
 
 
-def _retry_after(head: Head) -> float | None:
+def _phrase(status: int) -> str:
+    """What the standard calls a status that is seldom met."""
+    with contextlib.suppress(ValueError):
+        return f", {http.HTTPStatus(status).phrase.lower()}"
+    return ""
+
+
+def retry_after(head: Head) -> float | None:
+    """Seconds that a server asks to be left alone for."""
     text = head.get("retry-after")
     if not text:
-        return None
+        # The hub's way: `"api";r=0;t=55`.
+        spent = _SPENT.search(head.get("ratelimit"))
+        return float(spent[1]) if spent else None
     if (seconds := number(text)) is not None:
         return float(seconds)
     moment = email.utils.parsedate_tz(text)
@@ -84,7 +118,7 @@ def check_answer(target: Target, item: ReadItem, head: Head, ranged: bool) -> No
     for name, value in target.pinned.items():
         seen = head.get(name)
         if seen and bare_tag(seen) != bare_tag(value):
-            raise OriginChanged(f"{what}: the object changed ({name}: expected {value}, observed {seen})")
+            raise OtherTag(f"{what}: the object changed ({name}: expected {value}, observed {seen})")
         proved = proved or bool(seen)
     if not proved:
         refuse_html(what, entry.path, head)
@@ -110,11 +144,16 @@ def check_answer(target: Target, item: ReadItem, head: Head, ranged: bool) -> No
         raise NoRanges(f"{what}: asked for {item.length} bytes, the origin sends {head.length}")
 
 
+def packed_as(head: Head) -> str:
+    """The coding of the bytes that an answer speaks of; empty for plain ones."""
+    coding = head.get("content-encoding").lower()
+    # aws-chunked is what some uploaders leave in an object's metadata; the bytes are plain.
+    return "" if coding in ("identity", "aws-chunked") else coding
+
+
 def check_codings(what: str, head: Head) -> None:
     """Raise IntegrityError where the bytes that follow are packed: what was asked for is the plain ones."""
-    packed = head.get("content-encoding").lower()
-    # aws-chunked is what some uploaders leave in an object's metadata; the bytes are plain.
-    if packed not in ("", "identity", "aws-chunked"):
+    if packed := packed_as(head):
         raise IntegrityError(
             f"{what}: the origin sent Content-Encoding {packed}, though identity was asked for",
             hint="store the object unpacked, or switch off compression for it at the server or proxy",
@@ -125,13 +164,13 @@ def check_codings(what: str, head: Head) -> None:
 
 
 def refused_range(target: Target, item: ReadItem, head: Head) -> Exception:
-    """What 416 means to a range that lies within the listed size: the file is shorter, or ranges are not served."""
+    """What one of RANGELESS_STATUS means to a range within the listed size: the file is shorter, or ranges are not served."""
     total, size = number(head.get("content-range").rpartition("/")[2]), item.entry.size
     if total not in (None, size):
         return OriginChanged(
             f"{target.what}: wrong size (expected {size} bytes from the listing, observed {total} in Content-Range)"
         )
-    return NoRanges(f"{target.what}: the origin refuses a range within the file (HTTP 416)")
+    return NoRanges(f"{target.what}: the origin refuses a range within the file (HTTP {head.status})")
 
 
 def refuse_html(what: str, path: str, head: Head) -> None:
@@ -139,6 +178,11 @@ def refuse_html(what: str, path: str, head: Head) -> None:
     kind = head.get("content-type").split(";")[0].strip().lower()
     if kind == "text/html" and not path.lower().endswith((".html", ".htm")):
         raise IntegrityError(f"{what}: got text/html, {head.get('content-length') or 'unknown'} bytes, not the file")
+
+
+def basic(user: str) -> str:
+    """The Authorization for the `name:password` of a URL."""
+    return "Basic " + base64.b64encode(unquote_to_bytes(user)).decode()
 
 
 def bare_tag(text: str) -> str:
@@ -159,7 +203,8 @@ def parse_content_range(text: str) -> tuple[int, int, int | None]:
 def size_of(head: Head) -> int | None:
     """The size of the file that an answer to HEAD, or to GET of its first byte, speaks of; None when it does not say."""
     if head.status == 416:
-        return 0
+        # An empty file has no first byte.
+        return number(head.get("content-range").rpartition("/")[2])
     if head.status == 206:
         return parse_content_range(head.get("content-range"))[2]
     return head.length

@@ -8,6 +8,7 @@ import re
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Mapping
 from urllib.parse import unquote, urlsplit
 from urllib.request import proxy_bypass_environment  # type: ignore[attr-defined]
@@ -23,6 +24,8 @@ from mx_cli.sources.wire import Head, Wire
 CERTIFICATE_HINT = (
     "trust the CA with --ca-bundle FILE, MX_CA_BUNDLE, SSL_CERT_FILE, REQUESTS_CA_BUNDLE or AWS_CA_BUNDLE"
 )
+_SILENCE = 1.0
+"""Seconds after which an address does not seem to answer: others of its name are no worse."""
 _TUNNEL_REFUSED = re.compile(r"Tunnel connection failed: (\d{3})")
 
 
@@ -39,6 +42,7 @@ class Connections:
         self._lock = threading.Lock()
         self._idle: dict[tuple[str, str, int], list[Wire]] = {}
         self._names: dict[str, int] = {}
+        self._answers: dict[tuple[str, int], tuple[str, int]] = {}
         self._context: ssl.SSLContext | None = None
         self._closed = False
 
@@ -66,14 +70,24 @@ class Connections:
                 raise
             cause = error.__cause__ or error.__context__ or error
             raise self._explain(shown, cause if isinstance(cause, OSError) else error) from None
-        return Wire(sock, place, self._settings.stall_timeout)
+        return Wire(sock, place, self._settings.stall_timeout, (scheme, host, port))
 
     def _opened(self, scheme: str, host: str, port: int, proxy: str | None) -> socket.socket | TlsStream:
-        if proxy:
-            sock = self._to_proxy(scheme, host, port, proxy)
-        else:
-            sock = socket.create_connection((host, port), self._settings.connect_timeout)
+        sock = self._to_proxy(scheme, host, port, proxy) if proxy else self._reach(host, port)
         return TlsStream(sock, self._ssl(), host.rstrip(".")) if scheme == "https" else sock
+
+    def _reach(self, host: str, port: int) -> socket.socket:
+        """A connection to one of a name's addresses. Where the first of them does not answer, who does is remembered."""
+        limit = self._settings.connect_timeout
+        answers = self._answers.get((host, port))
+        if answers:
+            with contextlib.suppress(OSError):
+                return socket.create_connection(answers, limit)
+        start = time.monotonic()
+        sock = socket.create_connection((host, port), limit)
+        if time.monotonic() - start > _SILENCE:
+            self._answers[host, port] = sock.getpeername()[:2]
+        return sock
 
     def _to_proxy(self, scheme: str, host: str, port: int, proxy: str) -> socket.socket:
         from urllib3.connection import HTTPConnection
@@ -137,10 +151,9 @@ class Connections:
 
     def give_back(self, wire: Wire, head: Head, clean: bool) -> None:
         """Keep the connection for the next request if its answer was read to the end (`clean`), else close it."""
-        address = (("https" if wire.tls else "http"), *_split(wire.name))
         with self._lock:
             if clean and head.keep and not self._closed:
-                self._idle.setdefault(address, []).append(wire)
+                self._idle.setdefault(wire.address, []).append(wire)
                 return
         wire.close()
 
@@ -197,8 +210,3 @@ def _proxy_authorization(proxy: str) -> dict[str, str]:
         return {}
     made = make_headers(proxy_basic_auth=f"{unquote(parts.username)}:{unquote(parts.password or '')}")
     return {"Proxy-Authorization": made["proxy-authorization"]}
-
-
-def _split(place: str) -> tuple[str, int]:
-    host, _, port = place.rpartition(":")
-    return host, int(port)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import base64
-from urllib.parse import unquote_to_bytes, urlsplit, urlunsplit
+from urllib.parse import urlsplit, urlunsplit
 
 from mx_cli.base import canonical
 from mx_cli.base.cancel import Stop
+from mx_cli.base.errors import AccessDenied, MxError
+from mx_cli.engine.ports import ReadItem, Stream
 from mx_cli.model.manifest import Entry, Listing
-from mx_cli.sources.answers import Target, bare_tag, refuse_html, size_of
+from mx_cli.sources.answers import OtherTag, Target, bare_tag, basic, refuse_html, size_of
 from mx_cli.sources.origin import Context, WebOrigin, at_revision, no_versions
-from mx_cli.sources.uri import Uri, last_component
-from mx_cli.sources.web import Reply
+from mx_cli.sources.uri import Uri, is_signed, last_component
 from mx_cli.sources.wire import Head
-
-# What servers say to HEAD when they only do GET; a link signed for GET answers 403.
-_NO_HEAD = (400, 403, 405, 501)
 
 
 class Http(WebOrigin):
@@ -27,28 +24,27 @@ class Http(WebOrigin):
         super().__init__(uri, context)
         user, _, host = parts.netloc.rpartition("@")
         self._url = urlunsplit((parts.scheme, host, parts.path, parts.query, ""))
-        self._authorization = _basic(user) if user else ""
+        self._authorization = basic(user) if user else ""
         self._weak: dict[str, str] = {}
+        self._doubted = False
 
     def listing(self, revision: str | None, stop: Stop) -> Listing:
         """See `Origin.listing`."""
-        reply = self._ask()
+        self._relist()
+        reply = self._web.describe(
+            self._url, self._uri.shown, sign=self._sign, explain=self._explain, doubted=self._doubted
+        )
         entry = self._entry(reply.head)
         return at_revision(Listing(self.uri, _revision(entry), (entry,)), revision, self._uri.shown)
 
-    def _ask(self) -> Reply:
-        """HEAD, or the head of a GET for the first byte. Where HEAD says "empty", a GET decides: not all servers mean it."""
-        shown = self._uri.shown
-        reply = self._web.request("HEAD", self._url, shown, sign=self._sign, allow=_NO_HEAD)
-        if reply.status in _NO_HEAD:
-            first = {"Range": "bytes=0-0"}
-            # 416: an empty file has no first byte.
-            reply = self._web.request(
-                "GET", self._url, shown, sign=self._sign, headers=first, allow=(416,), head_only=True
-            )
-        elif size_of(reply.head) == 0:
-            reply = self._web.request("GET", self._url, shown, sign=self._sign, head_only=True)
-        return reply
+    def open(self, item: ReadItem) -> Stream:
+        """See `Reader.open`."""
+        try:
+            return super().open(item)
+        except OtherTag:
+            # Some say another thing to HEAD than to GET.
+            self._doubted = True
+            raise
 
     def _entry(self, head: Head) -> Entry:
         name = last_component(self._uri.path)
@@ -69,18 +65,23 @@ class Http(WebOrigin):
         headers: dict[str, str] = {}
         pinned: dict[str, str] = {}
         if entry.strong:
-            headers["If-Match"] = f'"{entry.validator}"'
+            headers |= self._if_match(entry)
             pinned["etag"] = entry.validator
         else:
             pinned.update(self._weak)
-        return Target(self._url, self._uri.shown, self._sign, headers, pinned)
+        return Target(self._url, self._uri.shown, self._sign, headers, pinned, self._explain)
+
+    def _explain(self, what: str, head: Head, body: bytes) -> MxError | None:
+        """A link that is signed is good for a while only."""
+        if head.status not in (401, 403) or not is_signed(urlsplit(self._url).query):
+            return None
+        return AccessDenied(
+            f"{what}: HTTP {head.status}, access denied; the link is signed, and may have expired",
+            hint="make a new one and run the command again: what was fetched is kept",
+        )
 
     def _sign(self, method: str, url: str, headers: dict[str, str]) -> dict[str, str]:
         return {**headers, "Authorization": self._authorization} if self._authorization else headers
-
-
-def _basic(user: str) -> str:
-    return "Basic " + base64.b64encode(unquote_to_bytes(user)).decode()
 
 
 def _revision(entry: Entry) -> str:

@@ -14,7 +14,7 @@ from mx_cli.base.events import Requested
 from mx_cli.engine.ports import OnRetry, Reader, ReadItem, SourceCaps, Stream
 from mx_cli.engine.retry import Gate, Gates, patiently
 from mx_cli.model.manifest import Entry, Listing, store_ref
-from mx_cli.sources.answers import Target
+from mx_cli.sources.answers import Target, Unmatched
 from mx_cli.sources.uri import Uri
 from mx_cli.sources.web import Web
 
@@ -62,6 +62,8 @@ class WebOrigin(Named):
         self._web = Web(
             context.settings, context.environ, context.stop, context.on_retry, context.gates, context.on_request
         )
+        self._unmatched: set[tuple[str, str]] = set()
+        self._without_condition: set[tuple[str, str]] = set()
 
     @property
     def caps(self) -> SourceCaps:
@@ -77,7 +79,24 @@ class WebOrigin(Named):
 
     def open(self, item: ReadItem) -> Stream:
         """See `Reader.open`."""
-        return self._web.open(self._target(item.entry), item)
+        return self._read(self._target(item.entry), item)
+
+    def _read(self, target: Target, item: ReadItem) -> Stream:
+        try:
+            return self._web.open(target, item)
+        except Unmatched:
+            self._unmatched.add((item.entry.key, item.entry.validator))
+            raise
+
+    def _relist(self) -> None:
+        """Before each listing: what was refused as changed, and is listed as it was, comes from a server that always refuses."""
+        self._without_condition |= self._unmatched
+
+    def _if_match(self, entry: Entry) -> dict[str, str]:
+        """The header that makes a server refuse another version. What comes is compared all the same."""
+        if (entry.key, entry.validator) in self._without_condition:
+            return {}
+        return {"If-Match": f'"{entry.validator}"'}
 
     def read(self, entry: Entry, limit: int) -> bytes:
         """A small file, whole, through the same checks and the retry policy. IntegrityError above `limit` bytes."""

@@ -1,10 +1,10 @@
 """What people write for an origin, and its one canonical spelling without secrets.
 
-hf://org/name[@revision][/folder]   org/name where no such path exists
+hf://org/name[@revision][/folder]   org/name where no such path exists; a slash in a revision is %2F
 s3://bucket/key   gs://bucket/key   `?`, `#` and `%` are part of the key
 s3+https://endpoint/bucket/key      the canonical form for an endpoint that is not the default (gs+… alike)
 https://host/path?query             secrets and signatures are not part of the canonical form
-file:///path   ./path   /path   ~   an existing path
+file:///path   file:/path   ./path   /path   ~   an existing path
 """
 
 from __future__ import annotations
@@ -127,6 +127,10 @@ def _path_or_hub(text: str, exists: Callable[[str], bool]) -> Uri:
     if looks_like_hub(text):
         return _hub(text, text)
     scheme, colon, rest = text.partition(":")
+    if scheme.lower() == "file":
+        if rest.startswith("/"):
+            return _file_uri(text, rest)
+        raise UsageError(f"{text}: a file URI names an absolute path", hint=f"write ./{rest.removeprefix('./')}")
     if colon and (start := f"{_ALIASES.get(scheme.lower(), scheme.lower())}://") in KNOWN:
         meant = redact.url(start + rest.lstrip("/"))
         raise UsageError(f"not a URI: no :// after {scheme}", hint=f"write {meant}")
@@ -145,6 +149,7 @@ def _path(path: str, shown: str) -> Uri:
 
 
 def _file_uri(text: str, rest: str) -> Uri:
+    """`rest` is what follows `file://`, or the one slash of `file:/path`."""
     host, slash, path = rest.partition("/")
     if host not in ("", "localhost") or not slash:
         raise UsageError(f"{text}: a file URI names a path on this machine", hint="write file:///absolute/path")
@@ -160,7 +165,9 @@ def _hub(rest: str, shown: str) -> Uri:
         raise UsageError(f"{shown}: not a hub repository: {rest!r}", hint="write hf://org/name[@revision]")
     if match["repository"].partition("/")[0] in ("datasets", "spaces"):
         raise UsageError(f"{shown}: not a model repository", hint="write hf://org/name[@revision]")
-    repository, revision, folder = match["repository"], match["revision"] or "", (match["folder"] or "").strip("/")
+    repository, folder = match["repository"], (match["folder"] or "").strip("/")
+    # A branch may have slashes in its name; encoded they do not begin a folder.
+    revision = (match["revision"] or "").replace("%2F", "/").replace("%2f", "/")
     text = f"hf://{repository}" + (f"/{folder}" if folder else "")
     return Uri("hf", text, shown, place=repository, path=folder, revision=revision)
 
@@ -222,6 +229,11 @@ def _http(text: str) -> Uri:
     kept = _without_signatures(parts.query)
     canonical = urlunsplit((scheme, netloc, path, kept, ""))
     return Uri(scheme, canonical, redact.url(text), place=netloc, path=parts.path, folder=path.endswith("/"), url=url)
+
+
+def is_signed(query: str) -> bool:
+    """Whether parameters of a URL sign it."""
+    return _without_signatures(query) != encode_query("&".join(filter(None, query.split("&"))))
 
 
 def _without_signatures(query: str) -> str:

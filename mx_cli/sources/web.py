@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from urllib.parse import urljoin, urlsplit
 
@@ -18,13 +19,18 @@ from mx_cli.engine.ports import OnRetry, ReadItem
 from mx_cli.engine.retry import Gates, patiently
 from mx_cli.sources.answers import (
     GOOD_STATUS,
+    HEADLESS_STATUS,
+    MOVED_STATUS,
+    RANGELESS_STATUS,
     Explain,
     Sign,
     Target,
     check_answer,
     check_codings,
+    packed_as,
     refusal,
     refused_range,
+    size_of,
     unsigned,
 )
 from mx_cli.sources.connect import Connections
@@ -94,10 +100,11 @@ class Web:
         allow: tuple[int, ...] = (),
         follow: bool = True,
         head_only: bool = False,
+        check: Callable[[Reply], None] | None = None,
     ) -> Reply:
         """The whole answer, redirects followed, retried by the policy. Blocks.
 
-        With `head_only` the body of a success is not read. Raises what `explain` or `refusal` makes of a status that is
+        With `head_only` the body of a success is not read. `check` raises for a success that is none. Raises what `explain` or `refusal` makes of a status that is
         neither good nor in `allow`.
         """
 
@@ -116,11 +123,33 @@ class Web:
             )
             if not good and head.status not in allow:
                 where = _via(what, url, place.url)
-                raise (explain and explain(where, head, body)) or refusal(where, head, body)
-            return Reply(head.status, head, body, place.url)
+                raise (explain and place.trusted and explain(where, head, body)) or refusal(where, head, body)
+            reply = Reply(head.status, head, body, place.url)
+            if check:
+                check(reply)
+            return reply
 
         host = urlsplit(url).hostname or ""
         return patiently(what, once, self.gates[host], self.stop, self.settings.retry_for, self.on_retry)
+
+    def describe(
+        self, url: str, what: str, *, sign: Sign = unsigned, explain: Explain | None = None, doubted: bool = False
+    ) -> Reply:
+        """What HEAD says of a file, or where that says nothing (or is `doubted`) the head of a GET: of a byte, or of all."""
+
+        def ask(method: str, allow: Iterable[int] = (), headers: Mapping[str, str] | None = None) -> Reply:
+            return self.request(
+                method, url, what, sign=sign, headers=headers, explain=explain, allow=tuple(allow), head_only=True
+            )
+
+        if not doubted:
+            reply = ask("HEAD", HEADLESS_STATUS)
+            if reply.status in GOOD_STATUS and not packed_as(reply.head):
+                # Not all that say "empty" to HEAD mean it.
+                return reply if size_of(reply.head) != 0 else ask("GET")
+        reply = ask("GET", RANGELESS_STATUS, {"Range": "bytes=0-0"})
+        empty = reply.status == 416 and size_of(reply.head) == 0
+        return reply if reply.status in GOOD_STATUS or empty else ask("GET")
 
     def _drain(self, wire: Wire, head: Head, what: str) -> bytes:
         body = body_of(wire, head)
@@ -145,11 +174,12 @@ class Web:
         wire, head, place = self._ask_again(target, headers)
         try:
             if head.status not in GOOD_STATUS:
-                if head.status == 416 and ranged:
-                    raise refused_range(target, item, head)
                 body = self._excerpt(wire, head)
                 where = _via(target.what, target.url, place.url)
-                raise target.explain(where, head, body) or refusal(where, head, body)
+                meant = target.explain(where, head, body) if place.trusted else None
+                if ranged and meant is None and head.status in RANGELESS_STATUS:
+                    raise refused_range(target, item, head)
+                raise meant or refusal(where, head, body)
             check_answer(target, item, head, ranged)
         except BaseException:
             wire.close()
@@ -198,7 +228,7 @@ class Web:
         home, trusted = url, True
         for _ in range(REDIRECTS):
             wire, head = self._ask_once(method, url, what, sign, headers)
-            if head.status not in (301, 302, 303, 307, 308) or not head.get("location") or not follow:
+            if head.status not in MOVED_STATUS or not head.get("location") or not follow:
                 return wire, head, _Place(url, trusted)
             self._dismiss(wire, head, method)
             moved = _moved(what, url, head.get("location"))
@@ -287,6 +317,9 @@ def body_of(wire: Wire, head: Head) -> Body:
 
 def _moved(what: str, url: str, location: str) -> str:
     """Where a redirect leads; IntegrityError when that is no http URL."""
+    with contextlib.suppress(UnicodeDecodeError):
+        # Names that somebody forgot to encode.
+        location = location.encode("latin-1").decode()
     try:
         moved = urljoin(url, location)
         parts = urlsplit(moved)

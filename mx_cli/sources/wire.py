@@ -22,6 +22,8 @@ from mx_cli.base.tls_stream import TlsStream
 HEAD_LIMIT = 64 << 10
 _CHUNK_LINE_LIMIT = 4096
 _CHUNK_SIZE = re.compile(rb"[0-9A-Fa-f]{1,16}")
+# Old servers leave the carriage return out, and RFC 9112 (2.2) has their answers read.
+_HEAD_END = re.compile(rb"\r?\n\r?\n")
 _CARRIED = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
 _TICK = 2.0
 
@@ -52,16 +54,26 @@ class Head:
 
 
 class Wire:
-    """A connection to one server. One request at a time; `close` may come from another thread."""
+    """A connection to one server. One request at a time; `close` may come from another thread.
 
-    def __init__(self, sock: socket.socket | TlsStream, name: str, idle_limit: float) -> None:
+    `address` is the server's (scheme, host, port), `name` what it is called in sentences.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket | TlsStream,
+        name: str,
+        idle_limit: float,
+        address: tuple[str, str, int] = ("", "", 0),
+    ) -> None:
         self.sock = sock
+        self.address = address
         self.name = name
-        self.tls = isinstance(sock, TlsStream)
         self.used = False
         self.idle_limit = idle_limit
         self._closed = False
-        tick = min(_TICK, idle_limit)
+        # Bytes that come one by one are seen to come before anybody takes them for none.
+        tick = min(_TICK, idle_limit / 4)
         plain = sock.sock if isinstance(sock, TlsStream) else sock
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # A blocking socket with a kernel time-out: no poll(2) before each recv(2), and MSG_WAITALL works.
@@ -107,7 +119,7 @@ class Wire:
         return head
 
     def _read_head(self, until: float, data: bytes = b"") -> Head:
-        while (end := data.find(b"\r\n\r\n")) < 0:
+        while not (end := _HEAD_END.search(data)):
             if len(data) > HEAD_LIMIT:
                 raise ValueError("the answer's head does not end")
             if time.monotonic() > until:
@@ -116,7 +128,7 @@ class Wire:
             if not more:
                 raise ConnectionResetError("closed before an answer" if not data else "closed inside the answer's head")
             data += more
-        lines = data[:end].decode("latin-1").split("\r\n")
+        lines = data[: end.start()].decode("latin-1").replace("\r\n", "\n").split("\n")
         version, _, rest = lines[0].partition(" ")
         if not version.startswith("HTTP/1.") or not rest[:3].isdigit():
             raise ValueError("the answer is not HTTP")
@@ -131,7 +143,7 @@ class Wire:
             raise ValueError("the answer's length makes no sense")
         connection = headers.get("connection", "").lower()
         keep = "close" not in connection and (version != "HTTP/1.0" or "keep-alive" in connection)
-        return Head(int(rest[:3]), headers, keep, data[end + 4 :])
+        return Head(int(rest[:3]), headers, keep, data[end.end() :])
 
     def some(self) -> bytes:
         """At least one byte, or none at the end. Raises OSError."""

@@ -544,7 +544,7 @@ def test_p21_unreachable_may_use_the_cache_when_told_to(mx: Mx, hub: servers.Hub
         (401, "GatedRepo", 11),
         (404, "", 10),
         (403, "", 11),
-        (451, "", 12),
+        (451, "", 11),
     ],
 )
 def test_p21_what_a_hub_means(mx: Mx, status: int, error: str, code: int) -> None:

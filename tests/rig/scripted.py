@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+from tests.rig.servers import Tls
 
 Headers = dict[str, str]
 
@@ -23,6 +26,7 @@ class Asked:
     headers: Any
     handler: BaseHTTPRequestHandler
     number: int
+    body: bytes = b""
 
     def span(self, size: int) -> tuple[int, int] | None:
         """(first, end) of `Range: bytes=a-b`, None without one."""
@@ -69,8 +73,8 @@ class Scripted:
 
 
 @contextlib.contextmanager
-def scripted(answer: Callable[[Asked], None]) -> Iterator[Scripted]:
-    """Runs `answer(asked)` for each request until the block ends."""
+def scripted(answer: Callable[[Asked], None], tls: Tls | None = None) -> Iterator[Scripted]:
+    """Runs `answer(asked)` for each request until the block ends; over TLS with a certificate."""
     lock = threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
@@ -81,17 +85,22 @@ def scripted(answer: Callable[[Asked], None]) -> Iterator[Scripted]:
             pass
 
         def do_GET(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             with lock:
-                asked = Asked(self.command, self.path, self.headers, self, len(server.asked) + 1)
+                asked = Asked(self.command, self.path, self.headers, self, len(server.asked) + 1, body)
                 server.asked.append(asked)
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 answer(asked)
 
-        do_HEAD = do_GET
+        do_HEAD = do_POST = do_GET
 
     httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     httpd.daemon_threads = True
-    server = Scripted(f"http://127.0.0.1:{httpd.server_address[1]}")
+    if tls:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(tls.cert, tls.key)
+        httpd.socket = context.wrap_socket(httpd.socket, server_side=True, do_handshake_on_connect=False)
+    server = Scripted(f"{'https' if tls else 'http'}://127.0.0.1:{httpd.server_address[1]}")
     thread = threading.Thread(target=httpd.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     try:

@@ -44,6 +44,7 @@ def parsed(text: str, endpoint: str = "") -> Uri:
         ("https://h/x?access_token=hf_abc&q=z", "https://h/x?q=z"),
         ("file:///a/b%20c", "file:///a/b%20c"),
         ("file://localhost/a//b/../c", "file:///a/c"),
+        ("file:/a/b%20c", "file:///a/b%20c"),
         ("/a/b%20c", "file:///a/b%2520c"),
         ("/a/x#y?z", "file:///a/x%23y%3Fz"),
     ],
@@ -65,7 +66,13 @@ def test_an_endpoint_that_is_not_the_default_counts() -> None:
 
 @pytest.mark.parametrize(
     ("text", "revision"),
-    [("hf://o/n@abc", "abc"), ("hf://o/n", ""), ("o/n@v1", "v1"), ("hf://o/n@refs/pr/3", "refs/pr/3")],
+    [
+        ("hf://o/n@abc", "abc"),
+        ("hf://o/n", ""),
+        ("o/n@v1", "v1"),
+        ("hf://o/n@refs/pr/3", "refs/pr/3"),
+        ("hf://o/n@a%2Fb/sub", "a/b"),
+    ],
 )
 def test_revisions(text: str, revision: str) -> None:
     assert parsed(text).revision == revision
@@ -159,3 +166,10 @@ def said(text: str) -> str:
 )
 def test_the_name_of_a_url_s_file(path: str, name: str) -> None:
     assert last_component(path) == name
+
+
+@pytest.mark.parametrize("text", ["file:a/b", "file:./a/b", "FILE:a/b"])
+def test_a_file_uri_is_absolute(text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parsed(text)
+    assert caught.value.hint == "write ./a/b"

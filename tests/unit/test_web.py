@@ -10,7 +10,7 @@ import pytest
 from mx_cli.base.errors import AccessDenied, IntegrityError, MxError, NotFound, OriginChanged, Unreachable
 from mx_cli.engine.ports import NoRanges, ReadItem
 from mx_cli.model.manifest import Entry
-from mx_cli.sources.answers import Target, check_answer, hex_of, parse_content_range, refusal, size_of
+from mx_cli.sources.answers import Target, Unmatched, check_answer, hex_of, parse_content_range, refusal, size_of
 from mx_cli.sources.web import same_place
 from mx_cli.sources.wire import Head
 
@@ -74,7 +74,7 @@ def test_p03_the_whole_file_for_a_range_over_all_of_it_is_right() -> None:
         (403, AccessDenied, False),
         (404, NotFound, False),
         (410, NotFound, False),
-        (412, OriginChanged, False),
+        (412, Unmatched, False),
         (416, OriginChanged, False),
         (429, Unreachable, True),
         (500, Unreachable, True),
@@ -138,7 +138,8 @@ def test_p17_where_credentials_may_go(home: str, moved: str, same: bool) -> None
 def test_sizes() -> None:
     assert size_of(head(200, content_length="5")) == 5
     assert size_of(head(206, content_length="1", content_range="bytes 0-0/5")) == 5
-    assert size_of(head(416)) == 0
+    assert size_of(head(416, content_range="bytes */0")) == 0
+    assert size_of(head(416)) is None
     assert size_of(head(200, transfer_encoding="chunked")) is None
 
 
