@@ -101,7 +101,13 @@ class Settings:
     )
     insecure: bool = _set("MX_INSECURE", _flag, False, "verify no TLS certificate, and want no secret of peers")
     hf_token_file: Path | None = _set("MX_HF_TOKEN_FILE", read_path, None, "file with the Hugging Face token")
-    offline: bool = _set("MX_OFFLINE", _flag, False, "use the cache only, open no connection", also=("HF_HUB_OFFLINE",))
+    offline: bool = _set(
+        "MX_OFFLINE",
+        _flag,
+        False,
+        "use the cache only, open no connection",
+        also=("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),
+    )
     if_unreachable: str = _set(
         "MX_IF_UNREACHABLE",
         _choice("fail", "cached"),

@@ -14,11 +14,11 @@ from mx_cli.base.cancel import Stop
 from mx_cli.base.errors import AccessDenied, IntegrityError, MxError, NotFound, UsageError
 from mx_cli.engine.together import side_by_side
 from mx_cli.model.manifest import Entry, Listing
-from mx_cli.sources.answers import Target, refusal, refuse_html
+from mx_cli.sources.answers import HEADLESS_STATUS, MOVED_STATUS, Target, basic, refusal, refuse_html, size_of
 from mx_cli.sources.hub_token import find_token
 from mx_cli.sources.origin import SMALL_WORKERS, Context, WebOrigin, no_versions, one_revision
 from mx_cli.sources.uri import Uri
-from mx_cli.sources.web import Reply
+from mx_cli.sources.web import Reply, same_place
 from mx_cli.sources.wire import Head, number
 
 _SHA = re.compile(r"[0-9a-f]{40}")
@@ -31,10 +31,9 @@ class Hub(WebOrigin):
     def __init__(self, uri: Uri, context: Context) -> None:
         no_versions(context, uri.shown)
         super().__init__(uri, context)
-        self._endpoint = context.settings.hf_endpoint.rstrip("/")
-        if urlsplit(self._endpoint).scheme not in ("http", "https"):
-            raise UsageError(f"HF_ENDPOINT is not an http or https URL: {redact.url(self._endpoint)}")
+        self._endpoint, user = _endpoint(context.settings.hf_endpoint)
         self._token, self._token_source = find_token(context)
+        self._authorization = f"Bearer {self._token}" if self._token else basic(user) if user else ""
 
     def listing(self, revision: str | None, stop: Stop) -> Listing:
         """See `Origin.listing`. The revision is the commit's SHA-1; `ref` the branch or tag it was resolved from."""
@@ -91,7 +90,7 @@ class Hub(WebOrigin):
             rows = _rows(reply)
             if rows is None:
                 return self._from_siblings(sha, siblings)
-            found += _entries(rows)
+            found += _entries(rows, self._shown(sha))
             following = _NEXT.search(reply.get("link"))
             url = urljoin(url, following[1]) if following else ""
         return found
@@ -102,8 +101,8 @@ class Hub(WebOrigin):
         rows = described.get("siblings") or siblings
         if not isinstance(rows, list) or not rows:
             raise NotFound(f"{self._shown(sha)}: the origin lists no files (neither `tree` nor `siblings` in its API)")
-        named = [row for row in rows if isinstance(row, dict)]
-        return list(_entries([{**row, "type": "file", "path": row.get("rfilename")} for row in named]))
+        named = [row for row in rows if isinstance(row, dict) and isinstance(row.get("rfilename"), str)]
+        return list(_entries([{**row, "type": "file", "path": row["rfilename"]} for row in named], self._shown(sha)))
 
     def _in_folder(self, files: list[Entry]) -> list[Entry]:
         folder = self._uri.path
@@ -120,12 +119,16 @@ class Hub(WebOrigin):
         if entry.size is not None:
             return entry
         target = self._target(entry)
-        reply = self._head(target, follow=False)
-        linked = reply.get("x-linked-size")
-        if not linked and reply.status >= 300:
-            reply = self._head(target, follow=True)
-        size = number(linked)
-        return replace(entry, size=reply.head.length if size is None else size)
+        moved = tuple(MOVED_STATUS | HEADLESS_STATUS)
+        reply = self._web.request(
+            "HEAD", target.url, target.what, sign=self._sign, explain=self._explain, follow=False, allow=moved
+        )
+        size = number(reply.get("x-linked-size"))
+        if size is None:
+            if reply.status >= 300:
+                reply = self._web.describe(target.url, target.what, sign=self._sign, explain=self._explain)
+            size = size_of(reply.head)
+        return replace(entry, size=size)
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -142,12 +145,6 @@ class Hub(WebOrigin):
             refuse_html(shown, url, reply.head)
         return reply
 
-    def _head(self, target: Target, *, follow: bool) -> Reply:
-        moved = () if follow else (301, 302, 303, 307, 308)
-        return self._web.request(
-            "HEAD", target.url, target.what, sign=self._sign, explain=self._explain, follow=follow, allow=moved
-        )
-
     def _server(self) -> str:
         return self._endpoint
 
@@ -158,9 +155,9 @@ class Hub(WebOrigin):
 
     def _sign(self, method: str, url: str, headers: dict[str, str]) -> dict[str, str]:
         # A listing may name its next page at another host: the token is not for that one.
-        if not self._token or urlsplit(url).hostname != urlsplit(self._endpoint).hostname:
+        if not self._authorization or not same_place(self._endpoint, url):
             return headers
-        return {**headers, "Authorization": f"Bearer {self._token}"}
+        return {**headers, "Authorization": self._authorization}
 
     def _explain(self, what: str, head: Head, body: bytes) -> MxError | None:
         """What the hub's own error codes mean. It says 401 also for what doesn't exist, to those it doesn't know."""
@@ -179,11 +176,11 @@ class Hub(WebOrigin):
             return AccessDenied(f"{what}: HTTP 403, {said} may not read this{told}", hint=hint)
         missing = {"RepoNotFound": "repository", "RevisionNotFound": "revision", "EntryNotFound": "file"}
         if code in missing:
-            hint = (
-                "check the name; a private repository wants HF_TOKEN"
-                if code == "RepoNotFound" and not self._token
-                else ""
-            )
+            hint = ""
+            if code == "RepoNotFound" and not self._token:
+                hint = "check the name; a private repository wants HF_TOKEN"
+            elif code == "RevisionNotFound" and self.revision and self._uri.path:
+                hint = "a branch with a slash in its name is written with %2F, or given as --revision"
             return NotFound(f"{what}: {missing[code]} not found (HTTP {head.status} {code})", hint=hint)
         return refusal(f"{what}{told}", head) if code and told else None
 
@@ -192,6 +189,19 @@ class Hub(WebOrigin):
         if self._token:
             return f"accept the terms at {page} with the account of this token"
         return f"accept the terms at {page}, then set HF_TOKEN or --hf-token-file"
+
+
+def _endpoint(written: str) -> tuple[str, str]:
+    """HF_ENDPOINT without the name and password that it may hold, and those. Raises UsageError."""
+    try:
+        parts = urlsplit(written.strip())
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable or parts.query or parts.fragment:
+        raise UsageError(f"HF_ENDPOINT is not an http or https URL: {redact.url(written)}")
+    user, _, host = parts.netloc.rpartition("@")
+    return f"{parts.scheme}://{host}{parts.path.rstrip('/')}", user
 
 
 def _told(head: Head) -> str:
@@ -217,11 +227,13 @@ def _rows(reply: Reply) -> list[Any] | None:
     return value if isinstance(value, list) else None
 
 
-def _entries(rows: list[Any]) -> Iterator[Entry]:
+def _entries(rows: list[Any], shown: str) -> Iterator[Entry]:
     for row in rows:
         name = row.get("path") if isinstance(row, dict) else None
-        if not isinstance(name, str) or row.get("type") != "file":
+        if isinstance(row, dict) and row.get("type") in ("directory", "submodule"):
             continue
+        if not isinstance(name, str) or row.get("type") != "file":
+            raise IntegrityError(f"{shown}: the listing holds a row that is no file: {redact.text(repr(row))[:80]}")
         lfs = row.get("lfs")
         lfs = lfs if isinstance(lfs, dict) else {}
         size = lfs.get("size", row.get("size"))
