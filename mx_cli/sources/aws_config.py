@@ -29,6 +29,17 @@ def endpoint(environ: Mapping[str, str], home: Path | None) -> str:
     return _nested(services.get(S3_SECTION, "")).get("endpoint_url") or profile.get("endpoint_url", "")
 
 
+def addressing_style(environ: Mapping[str, str], home: Path | None) -> str:
+    """`virtual`, `path`, or what else the profile says under `s3`; empty when nothing says it. Raises nothing."""
+    return _nested(_profile(environ, home).get(S3_SECTION, "")).get("addressing_style", "")
+
+
+def use_of(kind: str, environ: Mapping[str, str], home: Path | None) -> bool:
+    """Whether endpoints of a kind (`fips`, `dualstack`) are asked for. Raises nothing."""
+    written = environ.get(f"AWS_USE_{kind.upper()}_ENDPOINT") or _profile(environ, home).get(f"use_{kind}_endpoint", "")
+    return written.lower() == "true"
+
+
 def _profile(environ: Mapping[str, str], home: Path | None) -> dict[str, str]:
     name = environ.get("AWS_PROFILE") or environ.get("AWS_DEFAULT_PROFILE") or "default"
     return _section(environ, home, name if name == "default" else f"profile {name}")

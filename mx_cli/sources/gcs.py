@@ -15,13 +15,13 @@ from mx_cli.model.manifest import Entry
 from mx_cli.sources.answers import Sign, Target, hex_of, unsigned
 from mx_cli.sources.gcs_token import Token
 from mx_cli.sources.origin import Context
-from mx_cli.sources.store import Store
+from mx_cli.sources.store import Store, markers
 from mx_cli.sources.uri import Uri
 from mx_cli.sources.wire import Head, number
 
 _GOOGLE = "https://storage.googleapis.com"
 _PAGE = "1000"
-_FIELDS = "name,size,generation,crc32c,md5Hash,contentType"
+_FIELDS = "name,size,generation,crc32c,md5Hash,contentType,contentEncoding"
 
 T = TypeVar("T")
 
@@ -70,7 +70,8 @@ class Gcs(Store):
                 break
         else:
             raise IntegrityError(f"{self._uri.shown}: the listing does not advance")
-        wanted = [row for row in rows if _name(row).startswith(prefix) and not _name(row).endswith("/")]
+        folders = markers({_name(row): number(str(row.get("size", ""))) or 0 for row in rows})
+        wanted = [row for row in rows if _name(row).startswith(prefix) and _name(row) not in folders]
         found = [_entry(_name(row).removeprefix(prefix), row, self._uri.shown) for row in wanted]
         return tuple(sorted(found, key=lambda item: item.path.encode("utf-8", "surrogatepass")))
 
@@ -95,7 +96,7 @@ class Gcs(Store):
 
     def open(self, item: ReadItem) -> Stream:
         """See `Reader.open`."""
-        return self._signed(lambda sign: self._web.open(self._pinned(item.entry, sign), item))
+        return self._signed(lambda sign: self._read(self._pinned(item.entry, sign), item))
 
     def _pinned(self, entry: Entry, sign: Sign) -> Target:
         query = self._query({"alt": "media", "generation": entry.version})
@@ -186,6 +187,9 @@ def _entry(path: str, row: dict[str, Any], shown: str) -> Entry:
     size, generation = number(str(row.get("size", ""))), str(row.get("generation", ""))
     if size is None or not generation:
         raise IntegrityError(f"{shown}: the listing names {_name(row)!r} without size or generation")
+    if str(row.get("contentEncoding", "")).lower() == "gzip":
+        # What is told of it is told of the packed bytes; it comes unpacked, and whole.
+        return Entry(path, None, generation, key=_name(row), version=generation)
     digests = {"crc32c": hex_of(str(row.get("crc32c", ""))), "md5": hex_of(str(row.get("md5Hash", "")))}
     known = {kind: digest for kind, digest in digests.items() if digest}
     return Entry(path, size, generation, digests=known, key=_name(row), version=generation)

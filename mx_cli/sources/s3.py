@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
 from mx_cli.base.cancel import Stop
-from mx_cli.base.errors import AccessDenied, IntegrityError
+from mx_cli.base.errors import AccessDenied, IntegrityError, UsageError
 from mx_cli.engine.ports import ReadItem, Stream
 from mx_cli.engine.together import side_by_side
 from mx_cli.model.manifest import Entry
+from mx_cli.sources import s3_endpoint
 from mx_cli.sources.answers import Target, bare_tag, size_of
 from mx_cli.sources.origin import SMALL_WORKERS, Context
-from mx_cli.sources.s3_answers import Asked, Found, Page, entry, parse_page, stored_digests
+from mx_cli.sources.s3_answers import Asked, Found, Page, entry, is_error, parse_page, stored_digests
 from mx_cli.sources.s3_keys import Credentials, Expired, WrongRegion, signing
 from mx_cli.sources.sigv4 import Signer, encode_key, encode_query
-from mx_cli.sources.store import Store
+from mx_cli.sources.store import Store, markers
 from mx_cli.sources.uri import Uri
 from mx_cli.sources.web import Reply
 from mx_cli.sources.wire import Head
 
-_PLAIN_BUCKET = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]")
 # Small objects have an ETag that is their MD5; asking each for more would take longer than fetching it.
 _CHECKSUM_FROM = 1 << 20
 _PAGE = "1000"
@@ -38,7 +37,14 @@ class S3(Store):
     def __init__(self, uri: Uri, context: Context) -> None:
         super().__init__(uri, context)
         self._credentials = Credentials(context, uri.shown)
-        self._bucket = uri.place
+        self._bucket = bucket = uri.place
+        if ":" in bucket:
+            raise UsageError(f"{uri.shown}: {bucket} is no bucket", hint="of an access point, write its alias")
+        if bucket.endswith("--x-s3") and not uri.endpoint:
+            raise UsageError(
+                f"{uri.shown}: directory buckets (S3 Express) are not supported", hint="use a plain bucket"
+            )
+        self._endpoint = s3_endpoint.Endpoint(bucket, uri.endpoint, context.environ, context.settings.home)
 
     def _authenticate(self) -> None:
         self._credentials.signer()
@@ -81,8 +87,8 @@ class S3(Store):
             page = self._page(prefix, after)
             objects += page.objects
             after = page.after
-        # Keys with a slash at the end stand for folders that somebody made by hand.
-        wanted = [found for found in objects if found.key.startswith(prefix) and not found.key.endswith("/")]
+        folders = markers({found.key: found.size for found in objects})
+        wanted = [found for found in objects if found.key.startswith(prefix) and found.key not in folders]
         asked = [found for found in wanted if found.announced and found.size >= _CHECKSUM_FROM]
         stored = dict(zip(asked, side_by_side(self._stored, asked, SMALL_WORKERS, self._context.stop), strict=True))
         entries = [self._listed(found, prefix, stored.get(found)) for found in wanted]
@@ -90,8 +96,13 @@ class S3(Store):
 
     def _page(self, prefix: str, after: dict[str, str]) -> Page:
         query = encode_query({"list-type": "2", "prefix": prefix, "encoding-type": "url", "max-keys": _PAGE, **after})
-        reply = self._ask("GET", "ListObjectsV2", "", query=query)
+        reply = self._ask("GET", "ListObjectsV2", "", query=query, check=self._check_listing)
         return parse_page(reply.body, self._uri.shown)
+
+    def _check_listing(self, reply: Reply) -> None:
+        """Some stores begin to answer before they know whether they can."""
+        if is_error(reply.body):
+            raise self._asked("ListObjectsV2", "").failure(self._uri.shown, reply.head, reply.body)
 
     def _stored(self, found: Found) -> Head | None:
         """What the store keeps beside the object that the listing only announced; None when it may not be asked."""
@@ -111,13 +122,13 @@ class S3(Store):
 
     def open(self, item: ReadItem) -> Stream:
         """See `Reader.open`."""
-        return self._signed(lambda signer: self._web.open(self._pinned(item.entry, signer), item))
+        return self._signed(lambda signer: self._read(self._pinned(item.entry, signer), item))
 
     def _pinned(self, item: Entry, signer: Signer | None) -> Target:
         headers = self._payer()
         pinned: dict[str, str] = {}
         if item.strong:
-            headers["If-Match"] = f'"{item.validator}"'
+            headers |= self._if_match(item)
             pinned["etag"] = item.validator
         if item.version:
             pinned["x-amz-version-id"] = item.version
@@ -141,6 +152,7 @@ class S3(Store):
         query: str = "",
         headers: dict[str, str] | None = None,
         allow: tuple[int, ...] = (),
+        check: Callable[[Reply], None] | None = None,
     ) -> Reply:
         def call(signer: Signer | None) -> Reply:
             asked = self._asked(operation, key)
@@ -156,6 +168,7 @@ class S3(Store):
                 allow=allow,
                 follow=False,
                 head_only=operation == "GetObject",
+                check=check,
             )
             moved = asked.explain(what, reply.head, reply.body) if reply.status == 400 else None
             if isinstance(moved, WrongRegion):
@@ -190,14 +203,7 @@ class S3(Store):
 
     def _server(self) -> str:
         """The bucket's URL without a slash at its end."""
-        if self._uri.endpoint:
-            return f"{self._uri.endpoint}/{self._bucket}"
-        region = self._credentials.region
-        domain = "amazonaws.com.cn" if region.startswith("cn-") else "amazonaws.com"
-        if _PLAIN_BUCKET.fullmatch(self._bucket):
-            return f"https://{self._bucket}.s3.{region}.{domain}"
-        # A dot in the name would not match the certificate of a virtual host.
-        return f"https://s3.{region}.{domain}/{self._bucket}"
+        return self._endpoint.server(self._credentials.region)
 
     def _list_url(self, query: str) -> str:
         server = self._server()

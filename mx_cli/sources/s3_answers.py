@@ -11,13 +11,23 @@ from xml.etree import ElementTree
 from mx_cli.base import redact
 from mx_cli.base.errors import AccessDenied, IntegrityError, MxError, NotFound, Unreachable
 from mx_cli.model.manifest import Entry
-from mx_cli.sources.answers import bare_tag, hex_of
+from mx_cli.sources.answers import bare_tag, hex_of, retry_after
 from mx_cli.sources.s3_keys import Expired, WrongRegion
 from mx_cli.sources.wire import Head, number
 
 _MD5 = re.compile(r"[0-9a-f]{32}")
 _CHECKSUMS = ("sha256", "crc64nvme", "crc32c")
+_WRONG_KEYS = frozenset({"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken"})
+_DENIED = frozenset({"AccessDenied", "AllAccessDisabled"})
+_ENDPOINT_HINT = "give that one with --endpoint-url, or AWS_ENDPOINT_URL_S3"
 _MOVED = frozenset({"AuthorizationHeaderMalformed", "PermanentRedirect", "TemporaryRedirect", "Redirect"})
+_BUSY = frozenset(
+    {"SlowDown", "InternalError", "ServiceUnavailable", "RequestTimeout", "RequestLimitExceeded", "Throttling"}
+    | {"ThrottlingException", "ThrottledException", "RequestThrottled", "TooManyRequests", "BandwidthLimitExceeded"}
+)
+_VIRTUAL_ONLY = frozenset({"SecondLevelDomainForbidden", "PathStyleDomainForbidden", "InvalidPathAccess"})
+_AWS_REGION = re.compile(r"\bs3[.-](?:dualstack\.)?([a-z]{2}(?:-[a-z]+)+-\d)\.amazonaws\.")
+_ERROR = re.compile(rb"\s*(?:<\?xml[^>]*>)?\s*<Error[\s>]")
 _EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"})
 
 
@@ -55,8 +65,15 @@ def parse_page(body: bytes, what: str) -> Page:
         token = _text(root, "NextContinuationToken")
         if not token and not objects:
             raise IntegrityError(f"{what}: the listing goes on, but the answer does not say from where")
-        after = {"continuation-token": token} if token else {"start-after": objects[-1].key}
+        # Stores of the first version of the API go on from a marker.
+        last = objects[-1].key if objects else ""
+        after = {"continuation-token": token} if token else {"start-after": last, "marker": last}
     return Page(objects, after)
+
+
+def is_error(body: bytes) -> bool:
+    """Whether an answer is an error, whatever its status says."""
+    return _ERROR.match(body) is not None
 
 
 def _found(item: ElementTree.Element, encoded: bool, what: str) -> Found:
@@ -121,7 +138,8 @@ class Asked:
         """The error that a refusal means; None for what any server would mean by the status."""
         text = body.decode("utf-8", "replace")
         code, said = _element(text, "Code"), redact.text(_element(text, "Message"))[:300]
-        region = head.get("x-amz-bucket-region") or _element(text, "Region")
+        place = _element(text, "Endpoint") or head.get("location")
+        region = head.get("x-amz-bucket-region") or _element(text, "Region") or _region_of(place)
         if region and region != self.region and (head.status in (301, 307, 400) or code in _MOVED):
             return WrongRegion(f"{what}: the bucket {self.bucket} is in {region}, not in {self.region}", region)
         seen = f"{self.operation} of {self._object()}: HTTP {head.status} {code}".rstrip()
@@ -131,19 +149,30 @@ class Asked:
             )
         if code == "RequestTimeTooSkewed":
             return self._skewed(what, head)
-        if code == "RequestTimeout":
-            return Unreachable(f"{what}: {seen}")
-        if code == "NoSuchBucket":
+        if code in _BUSY:
+            return Unreachable(f"{what}: {seen}", retry_after=retry_after(head))
+        if code in ("NoSuchBucket", "InvalidBucketName"):
             return NotFound(f"{what}: no such bucket: {self.bucket}")
         if head.status == 404 or head.get("x-amz-delete-marker") == "true":
             return NotFound(f"{what}: no such object ({seen})")
         if code == "InvalidObjectState":
             return AccessDenied(f"{what}: the object is archived ({seen})", hint="restore it in its bucket first")
-        if head.status in (401, 403):
-            return AccessDenied(f"{what}: access denied ({seen}{', ' + said if said else ''})", hint=self._hint(code))
-        if head.status in (301, 307, 400):
-            return AccessDenied(f"{what}: refused ({seen}{', ' + said if said else ''})", hint=self._hint(code))
+        if said:
+            seen += f", {said}"
+        if head.status in (401, 403) or code in _DENIED:
+            return AccessDenied(f"{what}: access denied ({seen})", hint=self._hint(code))
+        if head.status in (301, 307):
+            elsewhere = f", {redact.url(place)}" if place else ""
+            return AccessDenied(f"{what}: the bucket is at another endpoint{elsewhere} ({seen})", hint=_ENDPOINT_HINT)
+        if head.status == 400:
+            return AccessDenied(f"{what}: refused ({seen})", hint=self._hint(code) if code in _WRONG_KEYS else "")
         return None
+
+    def failure(self, what: str, head: Head, body: bytes) -> MxError:
+        """What an error means that came with the status of a success."""
+        return self.explain(what, head, body) or IntegrityError(
+            f"{what}: an error in place of the answer: {body[:80]!r}"
+        )
 
     def _object(self) -> str:
         return f"bucket {self.bucket}, key {self.key}" if self.key else f"bucket {self.bucket}"
@@ -157,12 +186,20 @@ class Asked:
         )
 
     def _hint(self, code: str) -> str:
-        if code in ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken"):
+        if code in _WRONG_KEYS:
             return "check the access key, the secret key and the session token"
+        if code in _VIRTUAL_ONLY:
+            return "this store wants the bucket in its host name: addressing_style = virtual under s3 in ~/.aws/config"
         if self.anon:
             return "the bucket may not be public: leave --anon out to use credentials"
         payer = "" if self.payer else ", or --requester-pays if the bucket asks for it"
         return f"the credentials need s3:{'ListBucket' if self.operation == 'ListObjectsV2' else 'GetObject'}{payer}"
+
+
+def _region_of(place: str) -> str:
+    """The region in the name of one of AWS's endpoints."""
+    match = _AWS_REGION.search(place)
+    return match[1] if match else ""
 
 
 def _element(text: str, name: str) -> str:

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from mx_cli.base.cancel import Stop
 from mx_cli.base.errors import AccessDenied, MxError, NotFound
+from mx_cli.engine.retry import patiently
 from mx_cli.model.manifest import Entry, Listing, revision_of
 from mx_cli.sources.origin import Context, WebOrigin, at_revision
 from mx_cli.sources.uri import Uri
+
+
+def markers(sizes: Mapping[str, int]) -> set[str]:
+    """Which keys stand for folders that somebody made by hand: by a slash at the end, or by being empty and a folder's name."""
+    folders = {key[:at] for key in sizes for at in range(len(key)) if key[at] == "/"}
+    empty = {key for key, size in sizes.items() if size == 0}
+    return {key for key in sizes if key.endswith("/")} | {
+        key for key in empty if key in folders or key.endswith("_$folder$")
+    }
 
 
 class Store(WebOrigin):
@@ -39,7 +50,8 @@ class Store(WebOrigin):
     def listing(self, revision: str | None, stop: Stop) -> Listing:
         """See `Origin.listing`. An object with exactly this key wins; else everything below it as a folder."""
         uri = self._uri
-        self._authenticate()
+        self._relist()
+        self._retried(self._authenticate)
         found: tuple[Entry, ...] = ()
         refused: MxError | None = None
         if uri.path and not uri.folder:
@@ -50,10 +62,18 @@ class Store(WebOrigin):
                 refused = error
         if self._version and not found:
             raise refused or NotFound(f"{uri.shown}: no object with {self.VERSION} {self._version}")
-        found = found or self._below(stop)
+        if not found or (found[0].size == 0 and not self._version):
+            # An empty object may stand for a folder of its name.
+            found = self._below(stop) or found
         if not found:
             raise refused or self._nothing()
         return at_revision(Listing(self.uri, revision_of(found), found), revision, uri.shown, self._version)
+
+    def _retried(self, call: Callable[[], None]) -> None:
+        context, shown = self._context, self._uri.shown
+        # Who gives credentials is another host than the store.
+        gate = context.gates["credentials"]
+        patiently(shown, call, gate, context.stop, context.settings.retry_for, context.on_retry)
 
     def _nothing(self) -> NotFound:
         key, where = self._uri.path, f"in bucket {self._uri.place} at {self._server()}"
