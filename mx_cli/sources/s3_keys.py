@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-from mx_cli.base import redact
-from mx_cli.base.errors import AccessDenied, MissingCapability, UsageError
+from mx_cli.base.errors import AccessDenied, MissingCapability, MxError, Unreachable, UsageError
 from mx_cli.sources import aws_config
 from mx_cli.sources.answers import Sign, unsigned
 from mx_cli.sources.origin import Context
+from mx_cli.sources.provider import PATIENCE, Late, in_time, said
 from mx_cli.sources.sigv4 import Keys, Signer
 
 DEFAULT_REGION = "us-east-1"
@@ -18,6 +19,9 @@ DEFAULT_REGION = "us-east-1"
 _METADATA_SECONDS = 1
 _FRESH_FOR = 30.0
 _ANON_HINT = "for a public bucket use --anon; else set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+_BUSY = frozenset({"Throttling", "ThrottlingException", "RequestLimitExceeded", "TooManyRequestsException", "SlowDown"})
+
+T = TypeVar("T")
 
 
 class Expired(AccessDenied):
@@ -119,8 +123,8 @@ class Credentials:
 
     def _botocore_chain(self) -> Any:
         try:
+            import botocore.config
             import botocore.session
-            from botocore.exceptions import BotoCoreError, ProfileNotFound
         except ImportError as error:
             raise MissingCapability(
                 f"{self._shown}: looking for AWS credentials needs the package {error.name}",
@@ -129,29 +133,49 @@ class Credentials:
         session = self._session = botocore.session.Session()
         session.set_config_variable("metadata_service_timeout", _METADATA_SECONDS)
         session.set_config_variable("metadata_service_num_attempts", 1)
-        try:
-            chain = session.get_credentials()
-        except ProfileNotFound as error:
-            raise UsageError(f"{self._shown}: {error}") from None
-        except (BotoCoreError, OSError) as error:
-            raise self._failed(error) from None
+        settings = self._context.settings
+        if settings.ca_bundle:
+            session.set_config_variable("ca_bundle", str(settings.ca_bundle))
+        # Retries are ours.
+        config = botocore.config.Config(
+            connect_timeout=settings.connect_timeout, read_timeout=PATIENCE, retries={"total_max_attempts": 1}
+        )
+        session.set_default_client_config(config)
+        chain = self._asked(session.get_credentials)
         if chain is None:
             raise AccessDenied(f"{self._shown}: no AWS credentials found", hint=_ANON_HINT)
         return chain
 
     def _frozen(self) -> Keys:
-        from botocore.exceptions import BotoCoreError, ClientError
-
-        try:
-            frozen = self._chain.get_frozen_credentials()
-        except (BotoCoreError, ClientError, OSError) as error:
-            raise self._failed(error) from None
+        frozen = self._asked(self._chain.get_frozen_credentials)
         if not frozen.access_key or not frozen.secret_key:
             raise AccessDenied(f"{self._shown}: the AWS credentials found are incomplete", hint=_ANON_HINT)
         return Keys(frozen.access_key, frozen.secret_key, frozen.token or "")
 
-    def _failed(self, error: Exception) -> AccessDenied:
-        return AccessDenied(f"{self._shown}: no usable AWS credentials: {redact.text(str(error))}", hint=_ANON_HINT)
+    def _asked(self, call: Callable[[], T]) -> T:
+        from botocore.exceptions import ProfileNotFound
+
+        try:
+            return in_time(call, PATIENCE, self._context.stop)
+        except MxError:
+            raise
+        except ProfileNotFound as error:
+            raise UsageError(f"{self._shown}: {error}") from None
+        except Exception as error:  # noqa: BLE001 - botocore stumbles in many ways over what programs and services say
+            what = f"{self._shown}: no usable AWS credentials: {said(error)}"
+            raise Unreachable(what) if _may_pass(error) else AccessDenied(what, hint=_ANON_HINT) from None
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether it was a service that gives credentials that did not answer, or was busy."""
+    from botocore.exceptions import ClientError, ConnectionError, HTTPClientError
+    from botocore.parsers import ResponseParserError
+
+    if isinstance(error, ClientError):
+        told = error.response
+        status = told.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        return bool(status >= 500 or told.get("Error", {}).get("Code") in _BUSY)
+    return isinstance(error, (ConnectionError, HTTPClientError, ResponseParserError, Late))
 
 
 def signing(signer: Signer | None) -> Sign:
