@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from mx_cli.base.errors import IntegrityError, UsageError
 from mx_cli.base.oserrors import explain
 from mx_cli.engine.many import Bell, Member
-from mx_cli.engine.ports import ReadItem
+from mx_cli.engine.ports import NoRanges, ReadItem
 from mx_cli.engine.retry import patiently
 from mx_cli.engine.threads import Lifted
 from mx_cli.engine.together import side_by_side
@@ -126,20 +126,26 @@ def _header(entry: Entry, origin: OpenOrigin, context: Context) -> Header:
 
 
 def _bytes(entry: Entry, offset: int, length: int, origin: OpenOrigin, context: Context) -> bytes:
-    """A small piece of a file, retried by the engine's policy."""
+    """A small piece near the beginning of a file, retried by the engine's policy."""
 
-    def once() -> bytes:
-        stream = origin.open(ReadItem(entry, offset, length))
+    def read(item: ReadItem) -> bytes:
+        stream = origin.open(item)
         try:
-            data = bytearray(length)
+            data = bytearray(offset + length - item.offset)
             view, filled = memoryview(data), 0
-            while filled < length and (count := stream.read_into(view[filled:])):
+            while filled < len(data) and (count := stream.read_into(view[filled:])):
                 filled += count
-            if filled < length:
-                raise IntegrityError(f"{entry.path}: ended {length - filled} bytes early")
-            return bytes(data)
+            if filled < len(data):
+                raise IntegrityError(f"{entry.path}: ended {len(data) - filled} bytes early")
+            return bytes(data[-length:])
         finally:
             stream.close()
+
+    def once() -> bytes:
+        try:
+            return read(ReadItem(entry, offset, length))
+        except NoRanges:
+            return read(ReadItem(entry, 0, entry.size, whole=True))
 
     gate = context.gates[origin.caps.host]
     return patiently(entry.path, once, gate, context.stop, context.settings.retry_for, context.on_retry)

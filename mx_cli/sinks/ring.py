@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mx_cli.base.errors import MxError, UsageError
+from mx_cli.base.errors import IntegrityError, MxError, UsageError
 from mx_cli.engine.buffers import HUGE, Pool
 from mx_cli.engine.ports import Block, Memory, ReadItem
 from mx_cli.model.holding import HOST
@@ -115,7 +115,11 @@ class RingSink:
                 self._changed.notify_all()
 
     def reset(self, entry: Entry) -> None:
-        """Nothing: ranges are read again one by one."""
+        # Only what comes in one piece is begun again, and there is no room for that.
+        raise IntegrityError(
+            f"{entry.path}: the origin serves no ranges, so its tensors cannot be streamed",
+            hint="load() takes all of them, and mx prefetch brings the files",
+        )
 
     def end(self, entry: Entry, size: int) -> None:
         """Nothing."""

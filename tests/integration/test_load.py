@@ -28,6 +28,8 @@ from mx_cli.flows.holdings import local_holding
 from mx_cli.flows.pull_memory import table
 from tests.rig import capabilities, limits, torture
 from tests.rig.big_file import big_file, name_of
+from tests.rig.scripted import Asked, scripted
+from tests.rig.scripted_origins import SHA, Repository
 from tests.rig.servers import S3, Hub, Nginx, S3Stub
 from tests.rig.serving import eventually
 from tests.support import Mx, capability, make_checkpoint, make_safetensors, noise
@@ -238,8 +240,30 @@ def test_faults_that_pass(
     assert_same(way(hub.uri, retry_for=30.0), tmp_path / "m")
 
 
-def test_an_origin_that_stays_away(
-    way: Callable[..., dict[str, Any]], hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("refusal", [200, 400, 501])
+def test_an_origin_without_ranges(
+    way: Callable[..., dict[str, Any]], refusal: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A header is read from the beginning of the whole file, and tensors come with all of it: too much for a stream."""
+    make_safetensors(tmp_path / "m" / "model.safetensors", {"a": ("F32", [1_500_001], None), "b": ("U8", [7], None)})
+    files = {"model.safetensors": (tmp_path / "m" / "model.safetensors").read_bytes()}
+
+    def hook(asked: Asked) -> bool:
+        if "/resolve/" not in asked.path or not asked.headers.get("Range"):
+            return False
+        whole = refusal == 200
+        asked.say(refusal, files["model.safetensors"] if whole else b"", {"X-Repo-Commit": SHA} if whole else None)
+        return True
+
+    with scripted(Repository(files, hook=hook)) as server:
+        set_all(monkeypatch, {"HF_ENDPOINT": server.url})
+        if way is load:
+            assert_same(way("hf://org/model", retry_for=30.0), tmp_path / "m")
+        else:
+            with pytest.raises(IntegrityError, match="serves no ranges"):
+                way("hf://org/model", retry_for=30.0)
+
+
 def test_a_log_says_what_is_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         port = nobody.getsockname()[1]
@@ -248,6 +272,8 @@ def test_a_log_says_what_is_tried_again(tmp_path: Path, caplog: pytest.LogCaptur
     assert re.search(r"retry 1 of .* in \d\.\d s: .*cannot connect", caplog.text)
 
 
+def test_an_origin_that_stays_away(
+    way: Callable[..., dict[str, Any]], hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_safetensors(tmp_path / "m" / "model.safetensors", {"t": ("F32", [3_000_000], None)})
     hub.commit(tmp_path / "m")
