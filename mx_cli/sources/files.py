@@ -181,10 +181,23 @@ def is_unicode(name: str) -> bool:
 
 
 def _entry(name: str, path: str, status: os.stat_result) -> Entry:
+    if status.st_size == 0 and _holds_bytes(path):
+        raise FilesystemRefused(
+            f"{path}: the file system says that it is empty, and it is not", hint="copy it elsewhere"
+        )
     # The hub's cache names its blobs by their SHA-256: a digest for nothing.
     blob = _HUB_BLOB.search(os.path.realpath(path)) if os.path.islink(path) else None
     digests = {"sha256": blob[1]} if blob else {}
     return Entry(name, status.st_size, version(status), digests=digests, key=path)
+
+
+def _holds_bytes(path: str) -> bool:
+    """Whether there is anything to read: /proc, and mounts that make their files up, give no sizes."""
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb", buffering=0) as file:
+            return bool(file.read(1))
+    except OSError:
+        return False
 
 
 def _explain(error: OSError, path: str, shown: str) -> MxError:

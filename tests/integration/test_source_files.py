@@ -133,3 +133,15 @@ def test_descriptors_are_closed(tmp_path: Path) -> None:
         closer.start()
         closer.join(5)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_file_that_is_said_to_be_empty_and_is_not() -> None:
+    """So are those of /proc, and of mounts that make them up when they are read."""
+    with pytest.raises(FilesystemRefused, match="says that it is empty"):
+        opened("/proc/version", {}).listing(None, Stop())
+
+
+def test_p09_an_empty_file_that_nobody_may_read_is_one(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "empty").touch(0o000)
+    assert [entry.size for entry in opened(str(tmp_path / "m"), {}).listing(None, Stop()).files] == [0]
