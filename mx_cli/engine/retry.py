@@ -15,6 +15,7 @@ from mx_cli.engine.ports import OnRetry
 
 FIRST_DELAY = 0.25
 LONGEST_DELAY = 30.0
+REFUSALS = 3
 
 T = TypeVar("T")
 
@@ -64,6 +65,12 @@ class Patience:
         self._attempts = 0
         self._since: float | None = None
         self._repeats = 0
+        self._refusals = 0
+
+    def doubts_refusal(self) -> bool:
+        """Whether a piece that was refused as a piece is worth asking for again: a few times it is."""
+        self._refusals += 1
+        return self._refusals <= REFUSALS
 
     def progressed(self) -> None:
         """Bytes came: failures are counted from zero again."""

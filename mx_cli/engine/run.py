@@ -201,7 +201,11 @@ class Transfer:
             if state.left in (0, None):
                 self._end(done.item.entry, done.item.offset + done.received)
         elif isinstance(done.error, NoRanges):
-            self._refused_ranges(done, state)
+            # What ranges brought already is not given up for one that a busy server refused.
+            if self._done(done.item.entry) and not state.whole and flight.patience.doubts_refusal():
+                self._again(done, flight, state, Unreachable(str(done.error)))
+            else:
+                self._refused_ranges(done, state)
         else:
             self._again(done, flight, state, done.error)
 

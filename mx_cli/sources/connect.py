@@ -26,6 +26,7 @@ CERTIFICATE_HINT = (
 )
 _SILENCE = 1.0
 """Seconds after which an address does not seem to answer: others of its name are no worse."""
+_NO_TLS = frozenset({"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG", "RECORD_LAYER_FAILURE"})
 _TUNNEL_REFUSED = re.compile(r"Tunnel connection failed: (\d{3})")
 
 
@@ -104,7 +105,7 @@ class Connections:
     def _explain(self, place: str, error: Exception) -> MxError:
         if "CERTIFICATE_VERIFY_FAILED" in str(error) or isinstance(error, ssl.SSLCertVerificationError):
             reason = getattr(error, "verify_message", "") or "self-signed or unknown CA"
-            return AccessDenied(f"{place}: certificate verify failed: {reason}", hint=CERTIFICATE_HINT)
+            return AccessDenied(f"{place}: certificate verify failed: {reason}", hint=_certificate_hint(reason))
         if isinstance(error, socket.gaierror) or "NameResolution" in type(error).__name__:
             with self._lock:
                 self._names[place] = self._names.get(place, 0) + 1
@@ -113,7 +114,8 @@ class Connections:
         if isinstance(error, ssl.SSLError):
             # A server that hangs up in the middle is busy or restarting; one that speaks something else stays that way.
             hung_up = isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError))
-            return Unreachable(f"{place}: TLS failed: {error.reason or error}", permanent=not hung_up)
+            hint = "what listens there may speak no TLS: try http://" if error.reason in _NO_TLS else ""
+            return Unreachable(f"{place}: TLS failed: {error.reason or error}", hint=hint, permanent=not hung_up)
         said = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
         if refused := _TUNNEL_REFUSED.search(said):
             status = int(refused[1])
@@ -134,9 +136,14 @@ class Connections:
     def _proxy(self, scheme: str, host: str, port: int) -> str | None:
         if not self._proxies or _goes_straight(host, port, self._proxies):
             return None
-        proxy = self._proxies.get(scheme) or self._proxies.get("all")
+        proxy = (self._proxies.get(scheme) or self._proxies.get("all") or "").strip() or None
         if proxy and "://" not in proxy:
             proxy = f"http://{proxy}"
+        if proxy and not _is_url(proxy):
+            raise UsageError(
+                f"the proxy for {scheme} is no address: {redact.url(proxy)}",
+                hint=f"set {scheme}_proxy=http://host:port",
+            )
         if proxy and not proxy.lower().startswith("http://"):
             raise UsageError(
                 f"the proxy for {scheme} is {proxy.partition(':')[0]}://, but only http:// proxies are supported",
@@ -200,6 +207,22 @@ def _goes_straight(host: str, port: int, proxies: Mapping[str, str]) -> bool:
             if address in ipaddress.ip_network(word.strip().strip("[]"), strict=False):
                 return True
     return False
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+
+
+def _certificate_hint(reason: str) -> str:
+    if "mismatch" in reason:
+        return "ask for it by a name that its certificate holds"
+    if "expired" in reason or "not yet valid" in reason:
+        return "renew the server's certificate, or set this machine's clock"
+    return CERTIFICATE_HINT
 
 
 def _proxy_authorization(proxy: str) -> dict[str, str]:

@@ -19,7 +19,7 @@ from mx_cli.base.errors import (
 )
 from mx_cli.engine.buffers import Pool
 from mx_cli.engine.meter import Meter
-from mx_cli.engine.ports import ReadItem
+from mx_cli.engine.ports import NoRanges, ReadItem
 from mx_cli.engine.retry import Gate
 from mx_cli.engine.run import Limits, Transfer
 from mx_cli.engine.threads import Lifted
@@ -171,6 +171,23 @@ def test_without_ranges_what_was_there_counts_no_longer(bench: Bench) -> None:
     bench.run(items_of(entry, [(0, BLOCK)], 1 << 20))
     bench.check()
     assert bench.meter.done == entry.size
+
+
+def test_a_range_that_is_refused_among_many_costs_no_other(bench: Bench) -> None:
+    refused: list[ReadItem] = []
+
+    def fault(item: ReadItem, count: int) -> Exception | None:
+        if item.entry.path == "large" and item.offset > 0 and not item.whole and len(refused) < 2:
+            refused.append(item)
+            return NoRanges("busy")
+        return None
+
+    bench.reader.fault = fault
+    bench.limits = Limits(30.0, 30.0, 1, 1)
+    bench.run()
+    bench.check()
+    assert len(refused) == 2
+    assert not [item for item in bench.reader.opened if item.whole and item.entry.path == "large"]
 
 
 def test_without_ranges_a_cut_starts_over(bench: Bench) -> None:

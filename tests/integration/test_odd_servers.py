@@ -5,10 +5,13 @@ from __future__ import annotations
 import hashlib
 import threading
 import urllib.parse
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.rig.scripted import Asked, Scripted, published, scripted
+from tests.rig.servers import make_tls
 from tests.support import MIB, Mx, Result, noise, safetensors_bytes
 
 DATA = safetensors_bytes({"w": ("U8", (2 * MIB,), None)})
@@ -68,6 +71,21 @@ def test_p03_a_refused_range_of_what_is_refused_whole_is_an_error(mx: Mx) -> Non
     with scripted(answer) as server:
         assert "HTTP 400" in mx("prefetch", f"{server.url}/{NAME}", env=ENV).exits(12).err
         assert not published(mx.cache)
+
+
+@pytest.mark.parametrize("status", [200, 400, 501])
+def test_p03_one_range_that_is_refused_costs_no_other(mx: Mx, status: int) -> None:
+    """One server of several behind a name does no ranges: what the others gave is not begun again for it."""
+
+    def answer(asked: Asked) -> None:
+        if asked.number in (3, 4):
+            asked.say(status, DATA if status == 200 else b"")
+        else:
+            asked.serve(DATA)
+
+    with scripted(answer) as server:
+        mx("prefetch", f"{server.url}/{NAME}", "--max-connections", "1", env=ENV | {"MX_RANGE_SIZE": "256KiB"}).ok()
+        assert None not in ranges(server)
 
 
 def test_a_packed_answer_to_head_says_nothing_of_the_size(mx: Mx) -> None:
@@ -238,3 +256,32 @@ def test_p08_a_206_that_is_not_the_piece(mx: Mx, span: str) -> None:
 
     with scripted(answer) as server:
         fetched(mx, server)
+
+
+def test_https_where_nobody_speaks_it(mx: Mx) -> None:
+    with scripted(lambda asked: asked.serve(DATA)) as server:
+        url = server.url.replace("http:", "https:")
+        assert "try http://" in mx("prefetch", f"{url}/{NAME}", env=ENV).exits(12).err
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"address": "127.0.0.9"}, "a name that its certificate holds"),
+        ({"days": -0.5}, "renew the server's certificate"),
+    ],
+)
+def test_p18_what_is_wrong_with_a_certificate_is_told_apart(
+    mx: Mx, tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    """A CA to trust would cure neither."""
+    tls = make_tls(tmp_path, **changes)
+    with scripted(lambda asked: asked.serve(DATA), tls) as server:
+        result = mx("prefetch", f"{server.url}/{NAME}", env=ENV | {"MX_CA_BUNDLE": str(tls.ca)}).exits(11)
+    assert "certificate verify failed" in result.err
+    assert words in result.err
+
+
+@pytest.mark.parametrize("proxy", ["http://", "http://127.0.0.1:x", "::1:3128", "http://h:0"])
+def test_what_is_no_proxy(mx: Mx, proxy: str) -> None:
+    assert "http_proxy" in mx("prefetch", "http://origin.invalid/x", env={"http_proxy": proxy}).exits(2).err

@@ -563,7 +563,8 @@ class Tls:
     key: Path
 
 
-def make_tls(place: Path) -> Tls:
+def make_tls(place: Path, address: str = "127.0.0.1", days: float = 30) -> Tls:
+    """Certificates for localhost, ::1 and an address, good from yesterday until so many days from now."""
     import datetime
     import ipaddress
 
@@ -578,7 +579,7 @@ def make_tls(place: Path) -> Tls:
         names = [x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]) for name in (subject, issuer)]
         made = x509.CertificateBuilder().subject_name(names[0]).issuer_name(names[1]).public_key(public_key)
         made = made.serial_number(x509.random_serial_number()).not_valid_before(now - datetime.timedelta(days=1))
-        return made.not_valid_after(now + datetime.timedelta(days=30))
+        return made.not_valid_after(now + datetime.timedelta(days=days))
 
     ca_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     identifier = x509.SubjectKeyIdentifier.from_public_key(ca_key.public_key())
@@ -586,7 +587,7 @@ def make_tls(place: Path) -> Tls:
     ca = builder("mx test CA", "mx test CA", ca_key.public_key())
     ca = ca.add_extension(x509.BasicConstraints(True, None), True).add_extension(usage, True)
     ca_cert = ca.add_extension(identifier, False).sign(ca_key, hashes.SHA256())
-    names = [x509.DNSName("localhost"), *(x509.IPAddress(ipaddress.ip_address(ip)) for ip in ("127.0.0.1", "::1"))]
+    names = [x509.DNSName("localhost"), *(x509.IPAddress(ipaddress.ip_address(ip)) for ip in (address, "::1"))]
     leaf = builder("localhost", "mx test CA", key.public_key())
     leaf = leaf.add_extension(x509.SubjectAlternativeName(names), False)
     leaf = leaf.add_extension(x509.BasicConstraints(False, None), True)
