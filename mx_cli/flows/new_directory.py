@@ -15,9 +15,10 @@ from pathlib import Path
 from mx_cli.base.errors import UsageError
 from mx_cli.base.filesystem import give_name, is_mount
 from mx_cli.base.oserrors import explain
-from mx_cli.cache.layout import make_dirs, sync_directory, write_private
+from mx_cli.cache.layout import NO_FILE, make_dirs, read_file, sync_directory, write_private
 from mx_cli.flows.fill_directory import LAST
 from mx_cli.flows.work_directory import WorkDirectories
+from mx_cli.model.paths import fault
 
 LONGEST = 80
 """Bytes of a name that is repeated in that of the directory beside it: some file systems allow 143 in all."""
@@ -166,14 +167,15 @@ class NewDirectory:
 
     def _take_back(self, work: Path) -> None:
         """Remove what was given its name from `work`, whose command did not come to its end. Raises OSError."""
-        try:
-            given = json.loads((work / GIVEN).read_bytes())
-        except (FileNotFoundError, ValueError):
-            return
-        for name, inode in given.items():
+        root = self.path.resolve()
+        for name, inode in _noted(work / GIVEN).items():
+            place = self.path / name
+            # Whoever may write here could have left a note of other people's files.
+            if fault(name) or not place.parent.resolve().is_relative_to(root):
+                continue
             with contextlib.suppress(FileNotFoundError):
-                if (self.path / name).lstat().st_ino == inode:
-                    (self.path / name).unlink()
+                if place.lstat().st_ino == inode:
+                    place.unlink()
 
     def other_files(self) -> UsageError:
         """For files that are there and differ."""
@@ -191,3 +193,16 @@ class NewDirectory:
             sync_directory(directory)
         except OSError as error:
             raise explain(error, f"syncing {directory}") from None
+
+
+def _noted(note: Path) -> dict[str, object]:
+    """What a note says of names and inodes: nothing where there is none, or it is no note. Raises OSError."""
+    try:
+        given = json.loads(read_file(note))
+    except (FileNotFoundError, ValueError, RecursionError):
+        return {}
+    except OSError as error:
+        if error.errno in NO_FILE:
+            return {}
+        raise
+    return given if isinstance(given, dict) else {}

@@ -23,6 +23,8 @@ from tests.support import capability, clean_env, make_checkpoint, tree
 
 Tmpfs = Callable[..., Path]
 Faults = Callable[..., dict[str, str]]
+DEAD = 1 << 22
+"""A pid that the kernel gives to nobody."""
 FILES = {"config.json": b"{}", "model-1.safetensors": b"w" * 5000, "sub/index.json": b"[]", "sub/more.bin": b"m" * 3000}
 FILL = """
 import json, sys
@@ -196,6 +198,36 @@ def test_what_is_whole_is_never_taken_back(tmpfs: Tmpfs, fault_env: Faults) -> N
     with pytest.raises(UsageError, match="with other files in it"):
         directory.has({"other.bin": 3})
     assert contents(volume) == FILES
+
+
+@pytest.mark.parametrize(
+    "note",
+    ["../outside", "sub/outside", "{outside}", "", "a\0b", "list", "deep", "text", "pipe", "directory", "nowhere"],
+)
+def test_a_note_that_is_forged_removes_nothing(note: str, tmp_path: Path) -> None:
+    """Whoever may write into a shared volume could leave one for a command of root."""
+    outside, volume = tmp_path / "outside", tmp_path / "volume"
+    outside.write_bytes(b"somebody else's")
+    volume.mkdir()
+    (volume / "other.bin").write_bytes(b"theirs")
+    (volume / "sub").symlink_to(tmp_path)
+    left = volume / f".mx-to-{boot_id()[:8]}-{os.stat('/proc/self/ns/pid').st_ino}-{DEAD}-1-abcdef"
+    left.mkdir()
+    given = left / "given.json"
+    inode = outside.stat().st_ino
+    texts = {"list": "[1]", "deep": "[" * 100_000, "text": "none"}
+    if note == "pipe":
+        os.mkfifo(given)
+    elif note == "directory":
+        given.mkdir()
+    elif note == "nowhere":
+        given.symlink_to("missing")
+    else:
+        given.write_text(texts.get(note) or json.dumps({note.format(outside=outside): inode}))
+    with pytest.raises(UsageError, match="with other files in it"):
+        NewDirectory(volume).has({"w": 1})
+    assert outside.read_bytes() == b"somebody else's"
+    assert not left.exists()
 
 
 def test_a_disk_that_refuses_a_name_leaves_nothing(tmpfs: Tmpfs, fault_env: Faults) -> None:
