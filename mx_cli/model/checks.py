@@ -11,28 +11,17 @@ SMALL = 64 << 10
 
 
 class Check(NamedTuple):
-    """`length` bytes at `offset` of a file have the digest `expected`; they are the tensor's `block`-th."""
+    """`length` bytes at `offset` of a file have the digest `expected` (hex xxh3-128).
 
-    offset: int
-    length: int
-    expected: str
-    tensor: str
-    block: int
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.length
-
-
-class Pack(NamedTuple):
-    """Neighbouring small tensors that have a digest together, besides their own: it only saves the work for each.
-
-    `length` bytes at `offset` of a file; `expected` is their hex xxh3-128.
+    They are the `block`-th of a tensor; or a pack, where `tensor` is empty: neighbouring small tensors that have a digest
+    together, besides their own. It only saves the work for each.
     """
 
     offset: int
     length: int
     expected: str
+    tensor: str = ""
+    block: int = 0
 
     @property
     def end(self) -> int:
@@ -59,18 +48,14 @@ class Checks:
         return self.rows[first:last]
 
 
-def packed(rows: Sequence[Check], packs: Sequence[Pack]) -> Checks:
-    """One check for each pack instead of its tensors'. Both in the order of their bytes; a pack cuts no check."""
+def packed(checks: Checks, packs: Sequence[Check]) -> Checks:
+    """One check for each pack instead of its tensors'. Packs are in the order of their bytes, and cut no check."""
     found: list[Check] = []
     at = 0
     for pack in packs:
-        while at < len(rows) and rows[at].offset < pack.offset:
-            found.append(rows[at])
-            at += 1
-        found.append(Check(pack.offset, pack.length, pack.expected, "", 0))
-        while at < len(rows) and rows[at].offset < pack.end:
-            at += 1
-    return Checks((*found, *rows[at:]))
+        found += (*checks.within(at, pack.offset), pack)
+        at = pack.end
+    return Checks((*found, *(row for row in checks.rows if row.offset >= at))) if packs else checks
 
 
 def plan_packs(sizes: Iterable[tuple[int, int]], most: int) -> Iterator[tuple[int, int]]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from mx_cli.base import canonical
 from mx_cli.base.errors import IntegrityError
-from mx_cli.model.checks import Check, Checks, Pack, packed
+from mx_cli.model.checks import Check, Checks, packed
 from mx_cli.model.header import BITS
 from mx_cli.model.identity import Identity
 from mx_cli.model.manifest import BLOCK, Entry, FileRecord, Listing, Manifest
@@ -111,7 +111,7 @@ class Holding:
     version: int = 0
     rank: str = ""
     shares: Mapping[str, Share] = field(default_factory=dict)
-    packs: Mapping[str, tuple[Pack, ...]] = field(default_factory=dict)
+    packs: Mapping[str, tuple[Check, ...]] = field(default_factory=dict)
 
     @cached_property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -156,7 +156,7 @@ class Holding:
 
     @cached_property
     def _packed(self) -> Mapping[str, Checks]:
-        return {file: packed(checks.rows, self.packs.get(file, ())) for file, checks in self._checks.items()}
+        return {file: packed(checks, self.packs.get(file, ())) for file, checks in self._checks.items()}
 
     def checks(self, file: str) -> Sequence[Check]:
         """The blocks of a file whose digests are known, in the order of their bytes."""
@@ -205,7 +205,7 @@ class Holding:
             "version": self.version,
             "rank": self.rank,
             "shares": {name: share.to_json() for name, share in self.shares.items()},
-            "packs": {file: [list(pack) for pack in packs] for file, packs in self.packs.items()},
+            "packs": {file: [list(pack[:3]) for pack in packs] for file, packs in self.packs.items()},
         }
 
     @classmethod
@@ -318,8 +318,8 @@ def _alias(of: Any, offset: Any, dtype: Any, shape: Any) -> Alias:
     return Alias(str(of), int(offset), str(dtype), tuple(map(int, shape)))
 
 
-def _pack(offset: Any, length: Any, expected: Any) -> Pack:
-    return Pack(int(offset), int(length), str(expected))
+def _pack(offset: Any, length: Any, expected: Any) -> Check:
+    return Check(int(offset), int(length), str(expected))
 
 
 def _check_packs(holding: Holding, where: str) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import itertools
-import operator
 from collections.abc import Sequence
 
 import xxhash
@@ -20,23 +18,39 @@ LEAST_PIECE = 1 << 20
 
 
 class Verification:
-    """Compares every block that lies whole in an item, in host memory, with its digest. For one thread.
+    """Compares every block that lies whole in a part of an item, in host memory, with its digest. For one thread.
 
     `name`: the peer's, for the error.
     """
 
     def __init__(self, name: str, holding: Holding, item: ReadItem, memory: Memory) -> None:
-        assert item.end is not None
         self._name, self._holding, self._path = name, holding, item.entry.path
-        # Tensors lie side by side as in the file only where all of it is one run.
-        in_one = len(memory.parts) == 1 and memory.parts[0][:2] == (0, item.length)
-        known = holding.packed_within if in_one else holding.checks_within
-        self._checks, self._whole, self._begins, self._ends, self._stops = _covered(
-            known(item.entry.path, item.offset, item.end), item, memory
-        )
+        base = min((address for _, _, address in memory.parts), default=0)
+        top = max((address + length for _, length, address in memory.parts), default=0)
+        # Only what has a check is touched: a view of each part would cost more than the digest of a small block.
+        self._whole = at_address(base, top - base)
+        self._checks: list[Check] = []
+        # Of each check: where it begins and ends in the view, and how many bytes of the parts have landed when it has.
+        self._begins: list[int] = []
+        self._ends: list[int] = []
+        self._stops: list[int] = []
+        before = 0
+        for offset, length, address in memory.parts:
+            start = item.offset + offset
+            checks = holding.packed_within(self._path, start, start + length)
+            self._cover(checks, address - base - start, before - start)
+            before += length
         self._next = 0
         self._digest = xxhash.xxh3_128()
         self._digested = 0
+
+    def _cover(self, checks: Sequence[Check], to_view: int, to_count: int) -> None:
+        """Take up checks of one part; the shifts lead from offsets in the file."""
+        ends = [check[0] + check[1] for check in checks]
+        self._checks += checks
+        self._begins += [check[0] + to_view for check in checks]
+        self._ends += [end + to_view for end in ends]
+        self._stops += [end + to_count for end in ends]
 
     def landed(self, count: int) -> None:
         """The first `count` bytes of the parts are in place, more than the last time. Raises IntegrityError.
@@ -87,47 +101,3 @@ def wrong(name: str, check: Check, found: str) -> IntegrityError:
         f"wrong bytes from {name} (tensor {check.tensor}, block {check.block}: expected {check.expected}, observed {found})",
         hint="they changed after they were hashed: a peer has to serve them anew, mx cache verify looks through a cache",
     )
-
-
-Covered = tuple[Sequence[Check], memoryview, Sequence[int], Sequence[int], Sequence[int]]
-"""Checks, a view of all parts with what lies between, and of each check where it begins and ends in the view, and how many
-bytes of the parts have landed when it has."""
-
-
-def _covered(checks: Sequence[Check], item: ReadItem, memory: Memory) -> Covered:
-    """The checks whose bytes lie whole in one part."""
-    base = min((address for _, _, address in memory.parts), default=0)
-    top = max((address + length for _, length, address in memory.parts), default=0)
-    # Only what has a check is touched: a view of each part would cost more than the digest of a small block.
-    whole = at_address(base, top - base)
-    if len(checks) == len(memory.parts):
-        offsets, lengths, addresses = zip(*memory.parts, strict=True) if checks else ((), (), ())
-        alike = all(map(operator.eq, offsets, (check.offset - item.offset for check in checks)))
-        if alike and all(map(operator.eq, lengths, (check.length for check in checks))):
-            begins = [address - base for address in addresses]
-            ends = list(map(operator.add, begins, lengths))
-            return checks, whole, begins, ends, list(itertools.accumulate(lengths))
-    if len(memory.parts) == 1 and memory.parts[0][:2] == (0, item.length):
-        begins = [check[0] - item.offset for check in checks]
-        ends = [begin + check[1] for begin, check in zip(begins, checks, strict=True)]
-        return checks, whole, begins, ends, ends
-    return _covered_in_parts(checks, item, memory, whole, base)
-
-
-def _covered_in_parts(checks: Sequence[Check], item: ReadItem, memory: Memory, whole: memoryview, base: int) -> Covered:
-    found: list[Check] = []
-    begins, ends, stops = [], [], []
-    at, before = 0, 0
-    for offset, length, address in memory.parts:
-        start = item.offset + offset
-        end, shift = start + length, address - start - base
-        while at < len(checks) and checks[at].offset < end:
-            check = checks[at]
-            at += 1
-            if check.offset >= start and check.end <= end:
-                found.append(check)
-                begins.append(check.offset + shift)
-                ends.append(check.end + shift)
-                stops.append(before + check.end - start)
-        before += length
-    return found, whole, begins, ends, stops

@@ -27,6 +27,9 @@ from mx_cli.base.errors import (
     TransportFailed,
     UsageError,
 )
+from mx_cli.flows.data_path import Wish
+from mx_cli.flows.from_python import process_context
+from mx_cli.flows.peering import Peering
 from mx_cli.transport.nixl import Agent
 from tests.rig import cachecheck, capabilities, limits, servers
 from tests.rig.serving import eventually, slow
@@ -587,6 +590,29 @@ def test_memory_that_changes_under_a_reader_never_comes_out_mixed(changing: Tens
     assert not thread.is_alive()
     assert all(isinstance(result, MxError) or result == [1] for result in results), results
     reader.into(target)
+
+
+def test_small_tensors_are_verified_together(place: Path) -> None:
+    tensors = {f"t{index:02}": torch.full((10,), index) for index in range(40)}
+    with mx_cli.serve(tensors, **settings(place)) as handle:
+        model, options = (
+            handle.identities["content"],
+            {"peers": [handle.address], "routes": ["peer"], **settings(place)},
+        )
+        peering = Peering(process_context(settings(place)), [model], Wish((handle.address,)))
+        try:
+            holding = peering.find(0).holding
+        finally:
+            peering.close()
+        (file,) = holding.packs
+        first, last = holding.tensors[0], holding.tensors[-1]
+        assert [(pack.offset, pack.end) for pack in holding.packs[file]] == [(first.start, last.end)]
+        assert {name: raw(one) for name, one in mx_cli.pull(model, **options).items()} == {
+            name: raw(one) for name, one in tensors.items()
+        }
+        tensors["t07"][3] = 99
+        with pytest.raises((IntegrityError, TransportFailed), match="tensor t07"):
+            mx_cli.pull(model, **options)
 
 
 def test_an_update_that_fails_leaves_nobody_with_wrong_weights(place: Path) -> None:

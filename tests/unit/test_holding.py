@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mx_cli.base.errors import IntegrityError
 from mx_cli.model import identity
-from mx_cli.model.checks import SMALL, Check, Pack, plan_packs
+from mx_cli.model.checks import SMALL, Check, plan_packs
 from mx_cli.model.holding import Alias, Extent, Extents, Holding, joined, size_of, start_key
 from mx_cli.model.manifest import BLOCK, FileRecord, Manifest
 
@@ -238,8 +238,8 @@ def packed_holding() -> Holding:
     rows = [(FILE, n, "U8", (10,), (xxhash.xxh3_128_hexdigest(data[i * 10 :][:10]),)) for i, n in enumerate(names)]
     starts = {start_key(FILE, name): 8 + 10 * index for index, name in enumerate(names)}
     packs = (
-        Pack(8, 30, xxhash.xxh3_128_hexdigest(data[:30])),
-        Pack(38, 30, xxhash.xxh3_128_hexdigest(data[30:60])),
+        Check(8, 30, xxhash.xxh3_128_hexdigest(data[:30])),
+        Check(38, 30, xxhash.xxh3_128_hexdigest(data[30:60])),
     )
     manifest = dataclasses.replace(holding().manifest, tensors=tuple(rows))
     return holding(manifest=manifest, starts=starts, aliases={}, kinds={}, packs={FILE: packs})

@@ -13,7 +13,7 @@ import xxhash
 
 from mx_cli.base.errors import IntegrityError
 from mx_cli.engine.ports import Memory, ReadItem
-from mx_cli.model.checks import Pack, plan_packs
+from mx_cli.model.checks import Check, plan_packs
 from mx_cli.model.holding import Holding, start_key
 from mx_cli.model.manifest import BLOCK, Entry, FileRecord, Manifest
 from mx_cli.transport.verification import Verification
@@ -36,7 +36,7 @@ def make_holding(*, packs: bool) -> Holding:
         spans.append((at, size))
         at += size
     manifest = Manifest("", "r", "s", 1, "", (FileRecord(FILE, len(DATA), "0" * 32),), tensors=tuple(rows))
-    found = [Pack(a, b - a, xxhash.xxh3_128_hexdigest(DATA[a:b])) for a, b in plan_packs(spans, BLOCK)]
+    found = [Check(a, b - a, xxhash.xxh3_128_hexdigest(DATA[a:b])) for a, b in plan_packs(spans, BLOCK)]
     assert [pack.offset for pack in found] == [HEAD, HEAD + 5017 + 2 * BLOCK + 3]
     return Holding(manifest, (), starts, packs={FILE: tuple(found)} if packs else {})
 
