@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from mx_cli.base import memory, units
 from mx_cli.base.errors import NoSpace
+from mx_cli.base.threads import begin
 from mx_cli.engine.ports import Memory
 
 STEP = 1 << 20
@@ -88,8 +89,8 @@ class Pool:
         """Touch fresh memory that is filled once, from its beginning, in a thread ahead of those that fill it."""
         ahead = weakref.ref(self._map), self.address, len(self.view)
         # Where no thread can be had, those that fill it touch it.
-        with contextlib.suppress(RuntimeError):
-            threading.Thread(target=_touch_ahead, args=ahead, name="touch", daemon=True).start()
+        with contextlib.suppress(NoSpace):
+            begin(threading.Thread(target=_touch_ahead, args=ahead, name="touch", daemon=True))
 
     def _touch(self) -> None:
         try:

@@ -19,10 +19,10 @@ from mx_cli.flows.supply import Supply
 from mx_cli.model.manifest import Entry, Listing
 
 CHANGES = 3
+"""Times that an origin is listed, and its files are fetched, while it changes under way."""
 _RESTLESS_HINT = (
     "run it again when nobody writes there, or leave the file out with --exclude; servers that disagree look the same"
 )
-"""Times that an origin is listed, and its files are fetched, while it changes under way."""
 
 NOT_ASKED = "the origin is not asked"
 """With --offline, and where a route looks into the cache alone."""

@@ -24,7 +24,7 @@ from mx_cli.model.holding import HOST, Holding
 from mx_cli.model.manifest import Entry
 from mx_cli.transport.inside import Inside
 from mx_cli.transport.paths import HOT, LEAST_PART, ReadBuffers
-from mx_cli.transport.peer import ITEM, Landed
+from mx_cli.transport.peer import ITEM, Landed, not_told
 
 BLOCK = 4096
 """Bytes: a multiple of every disk's block. Direct reads begin and end on multiples of it, in the file and in memory."""
@@ -75,7 +75,7 @@ class Disk:
         self._buffers = ReadBuffers(self.window, made=made)
         self._bounce = ReadBuffers(self.window, ITEM + 2 * BLOCK)
 
-    def bring(self, item: ReadItem, dest: Memory, flight: Flight, landed: Landed = lambda count: None) -> None:
+    def bring(self, item: ReadItem, dest: Memory, flight: Flight, landed: Landed = not_told) -> None:
         """Into place directly where that is host memory, else through a buffer."""
         file = self.files[item.entry.path]
         before = 0
@@ -100,7 +100,7 @@ class Disk:
         try:
             for done in range(0, length, ITEM):
                 count = min(ITEM, length - done)
-                self._fill(file, at + done, address, count, flight, lambda count: None)
+                self._fill(file, at + done, address, count, flight, not_told)
                 scatter(dest, offset + done, at_address(address, count))
         finally:
             self.give_back(address)

@@ -33,7 +33,7 @@ from mx_cli.transport import cuda, nixl_env
 from mx_cli.transport.disk import BLOCK, LEAST_DIRECT, LEAVE, MOSTLY, Disk, OpenFile
 from mx_cli.transport.inside import Inside
 from mx_cli.transport.nixl_files import GDS, FileAgent
-from mx_cli.transport.peer import ITEM, Landed
+from mx_cli.transport.peer import ITEM, Landed, not_told
 
 BUFFER = ITEM + 2 * BLOCK
 """Bytes: an item, and the rest of the blocks that it begins and ends in."""
@@ -115,7 +115,7 @@ class Gds:
         self._opening = {path: threading.Lock() for path in disk.files}
         self._opened: dict[str, int | None] = {}
 
-    def bring(self, item: ReadItem, dest: Memory, flight: Flight, landed: Landed = lambda count: None) -> None:
+    def bring(self, item: ReadItem, dest: Memory, flight: Flight, landed: Landed = not_told) -> None:
         file = self._disk.files[item.entry.path]
         with self._inside.entered(item.entry.path):
             blocks, rest = _whole_blocks(item, dest, file.size)

@@ -10,8 +10,9 @@ import socket
 import threading
 from collections.abc import Mapping
 
-from mx_cli.base.errors import TransportFailed
+from mx_cli.base.errors import NoSpace, TransportFailed
 from mx_cli.base.interfaces import Interface, interfaces
+from mx_cli.base.threads import begin
 from mx_cli.transport import nixl_env
 
 DESCRIPTORS = 32
@@ -33,9 +34,9 @@ def check(wanted: Mapping[str, str]) -> None:
             hint="ulimit -n",
         )
     try:
-        threading.Thread(target=int, name="mx-one-more", daemon=True).start()
-    except RuntimeError as error:
-        raise TransportFailed(f"UCX cannot be started: {error}", hint="pids.max of the container, ulimit -u") from None
+        begin(threading.Thread(target=int, name="mx-one-more", daemon=True))
+    except NoSpace as error:
+        raise TransportFailed(f"UCX cannot be started: {error.what}", hint=error.hint) from None
 
 
 def _full_interface(wanted: Mapping[str, str]) -> str:

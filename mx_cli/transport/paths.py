@@ -18,7 +18,7 @@ from mx_cli.engine.ports import Memory, ReadItem, Stream
 from mx_cli.engine.threads import Flight
 from mx_cli.model.holding import HOST, Extent, Extents
 from mx_cli.transport.inside import Inside
-from mx_cli.transport.peer import ITEM, Landed
+from mx_cli.transport.peer import ITEM, Landed, not_told
 
 if TYPE_CHECKING:
     from mx_cli.transport.nixl import Agent, Probe, Read, Rows
@@ -84,7 +84,7 @@ class Socket:
         self._inside = Inside()
         self._buffers = ReadBuffers(window)
 
-    def bring(self, item: ReadItem, dest: Memory, flight: Flight, landed: Landed = lambda count: None) -> None:
+    def bring(self, item: ReadItem, dest: Memory, flight: Flight, landed: Landed = not_told) -> None:
         """Into place directly where that is host memory without gaps, else through a buffer."""
         assert item.length is not None
         begin, end = dest.parts[0][0], dest.parts[-1][0] + dest.parts[-1][1]
@@ -108,7 +108,7 @@ class Socket:
         try:
             for at in range(begin, end, ITEM):
                 view = at_address(address, min(ITEM, end - at))
-                self._fill(stream, view, item, flight, lambda count: None, 0)
+                self._fill(stream, view, item, flight, not_told, 0)
                 scatter(dest, at, view)
         finally:
             self.give_back(address)
@@ -213,14 +213,14 @@ class NixlRead:
         finally:
             self.give_back(address)
 
-    def bring(self, item: ReadItem, dest: Memory, flight: Flight, landed: Landed = lambda count: None) -> None:
+    def bring(self, item: ReadItem, dest: Memory, flight: Flight, landed: Landed = not_told) -> None:
         with self._inside.entered(item.entry.path):
             runs = self._runs(item, dest)
             for devices, local, remote in runs:
                 agent = self._idle.get()
                 try:
                     # Bytes of several devices do not come in the order of the parts.
-                    tell = landed if len(runs) == 1 else lambda count: None
+                    tell = landed if len(runs) == 1 else not_told
                     own, theirs, steps = in_steps(local, remote, self._step)
                     self._move(agent.read(self._peer, own, theirs, devices), steps, item, flight, tell)
                 finally:

@@ -22,6 +22,11 @@ from mx_cli.transport.verification import Verification
 Landed = Callable[[int], None]
 """Is told how many bytes of the parts of a destination are in place, from the first part's first byte on."""
 
+
+def not_told(count: int) -> None:
+    """A Landed for who does not ask."""
+
+
 ITEM = 2 * BLOCK
 """Bytes of a piece that goes through a buffer, and at least of one that goes straight into host memory."""
 MOST = 4 * ITEM
@@ -43,7 +48,7 @@ class Path(Protocol):
     least_part: int
     """Bytes of a part from which it is worth a read of its own: smaller ones come together, by way of a buffer."""
 
-    def bring(self, item: ReadItem, dest: Memory, flight: Flight, landed: Landed = lambda count: None) -> None:
+    def bring(self, item: ReadItem, dest: Memory, flight: Flight, landed: Landed = not_told) -> None:
         """Fill the parts of `dest`. Blocks. Raises MxError; gives up soon when the flight is aborted.
 
         Where the parts are filled in order, `landed` may be called on the way; it may raise, which ends the reading.

@@ -14,7 +14,7 @@ from mx_cli.engine.buffers import scatter
 from mx_cli.engine.ports import Block, Dest, Host, Memory, NoRanges, ReadItem, SourceCaps
 from mx_cli.engine.threads import Flight
 from mx_cli.model.manifest import Entry
-from mx_cli.transport.peer import ITEM, Landed
+from mx_cli.transport.peer import ITEM, Landed, not_told
 
 Fault = Callable[[ReadItem, int], Exception | None]
 """(item, which open of this path it is, from 1) -> what opening it raises, or None."""
@@ -116,7 +116,7 @@ class MemoryPath:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _buffers: list[bytearray] = field(default_factory=list)
 
-    def bring(self, item: ReadItem, dest: Memory, flight: Flight, landed: Landed = lambda count: None) -> None:
+    def bring(self, item: ReadItem, dest: Memory, flight: Flight, landed: Landed = not_told) -> None:
         with self._lock:
             self.asked.append(item)
             count = len(self.asked)
