@@ -33,6 +33,12 @@ BITS = {
 
 _MOST_BITS = 8 * (2**63 - 1)
 
+_NUMBER = "(?:0|[1-9][0-9]{0,18})"
+_USUAL = re.compile(
+    r'"(?!__metadata__")([^"\\\x00-\x1f]*)": ?\{"dtype": ?"([A-Z0-9_]+)", ?'
+    rf'"shape": ?\[({_NUMBER}(?:, ?{_NUMBER}){{0,99}})?\], ?"data_offsets": ?\[({_NUMBER}), ?({_NUMBER})\]\}}'
+)
+"""A tensor as writers write it, read at once: any other JSON is read piece by piece."""
 _SPACES = " \t\n\r"
 _SPACE = re.compile(r"[ \t\n\r]*")
 _PICKLES = (b"\x02", b"\x03", b"\x04", b"\x05")
@@ -213,11 +219,16 @@ class _Reader:
         seen: set[str] = set()
         pos = self._open(self._space(0), "header")
         while self.text[pos : pos + 1] != "}":
-            key, pos = self._key(pos)
+            usual = _USUAL.match(self.text, pos)
+            key, pos = (usual[1], usual.end()) if usual else self._key(pos)
             if key in seen:
                 raise _refusal(self.name, f"{_shown(key)} stands twice in the header")
             seen.add(key)
-            if key == "__metadata__":
+            if usual:
+                _, dtype, dims, start, stop = usual.groups()
+                shape = [int(dim) for dim in dims.split(",")] if dims else []
+                tensors.append(self._checked(key, dtype, shape, int(start), int(stop)))
+            elif key == "__metadata__":
                 metadata, pos = self._metadata(pos)
             else:
                 tensor, pos = self._tensor(key, pos)
@@ -234,9 +245,9 @@ class _Reader:
             raise _refusal(self.name, f"tensor {_shown(key)}: no dtype")
         if type(shape) is not list or not all(type(dim) is int and dim >= 0 for dim in shape):
             raise _refusal(self.name, f"tensor {_shown(key)}: shape {_shown(shape)}, expected whole numbers")
-        start, stop = self._offsets(key, offsets)
-        self._check_size(key, dtype, shape, stop - start)
-        return Tensor(key, dtype, tuple(shape), self.data_start + start, self.data_start + stop), end
+        if type(offsets) is not list or [type(offset) for offset in offsets] != [int, int]:
+            raise self._not_offsets(key, offsets)
+        return self._checked(key, dtype, shape, *offsets), end
 
     def _entry(self, key: str, pos: int) -> tuple[dict[str, Any], int]:
         close = self.text.find("}", pos, pos + MAX_ENTRY)
@@ -253,15 +264,17 @@ class _Reader:
             self.name, f"tensor {_shown(key)}: expected one object with each field once, shorter than {MAX_ENTRY}"
         )
 
-    def _offsets(self, key: str, offsets: Any) -> tuple[int, int]:
-        if type(offsets) is list and len(offsets) == 2:
-            start, stop = offsets
-            if type(start) is int and type(stop) is int and 0 <= start <= stop:
-                if self.data_start + stop > self.file_size:
-                    cause = f"truncated: {self.file_size} bytes, expected at least {self.data_start + stop}"
-                    raise _refusal(self.name, f"{cause} for tensor {_shown(key)}")
-                return start, stop
-        raise _refusal(self.name, f"tensor {_shown(key)}: data_offsets {_shown(offsets)}, expected [start, end]")
+    def _checked(self, key: str, dtype: str, shape: list[int], start: int, stop: int) -> Tensor:
+        if not 0 <= start <= stop:
+            raise self._not_offsets(key, [start, stop])
+        if self.data_start + stop > self.file_size:
+            cause = f"truncated: {self.file_size} bytes, expected at least {self.data_start + stop}"
+            raise _refusal(self.name, f"{cause} for tensor {_shown(key)}")
+        self._check_size(key, dtype, shape, stop - start)
+        return Tensor(key, dtype, tuple(shape), self.data_start + start, self.data_start + stop)
+
+    def _not_offsets(self, key: str, offsets: Any) -> IntegrityError:
+        return _refusal(self.name, f"tensor {_shown(key)}: data_offsets {_shown(offsets)}, expected [start, end]")
 
     def _check_size(self, key: str, dtype: str, shape: list[int], size: int) -> None:
         bits = BITS.get(dtype)
@@ -309,6 +322,8 @@ class _Reader:
 
     def _next(self, pos: int) -> int:
         """Past a comma to the next key, or to the closing brace."""
+        if self.text.startswith(',"', pos):
+            return pos + 1
         pos = self._space(pos)
         char = self.text[pos : pos + 1]
         if char == "}":

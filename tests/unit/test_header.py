@@ -8,6 +8,7 @@ import lzma
 import struct
 import time
 import tracemalloc
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -153,6 +154,28 @@ def test_what_a_writer_writes_is_read_back(shapes: dict[str, list[int]]) -> None
     data = torture.st(json.dumps(table).encode(), bytes(at))
     if any(data[:1024]):
         assert {t.name: list(t.shape) for t in parse(data).tensors} == shapes
+
+
+ENTRIES = [
+    torture.entry("U16", [2, 3], 0, 12), torture.entry("U16", [2, 3], 0, 11), torture.entry("F4", [3], 0, 1),
+    torture.entry("X9", [1], 0, 1), torture.entry("U8", [0, 2**61], 0, 0), torture.entry("U8", [2**63, 2], 0, 4),
+    torture.entry("U8", [], 0, 1), torture.entry("U8", [-1], 0, 1), torture.entry("U8", [4], 4, 0),
+    torture.entry("U8", [40], 0, 40), torture.entry("U8", [10**25], 0, 4), torture.entry("U8", [4], 1, 5),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+@pytest.mark.parametrize("name", ["w", "__metadata__", "", "ü"])
+def test_no_spelling_changes_what_is_read_or_refused(name: str, entry: dict[str, Any]) -> None:
+    def verdict(text: str) -> Any:
+        try:
+            return parse(torture.st(text.encode().ljust(400), bytes(range(12)))).tensors
+        except IntegrityError as error:
+            return str(error)
+
+    usual = json.dumps({name: entry}, separators=(",", ":"), ensure_ascii=False)
+    others = (json.dumps({name: entry}), json.dumps({name: entry}, indent=1))
+    assert {verdict(other) for other in others} == {verdict(usual)}
 
 
 @pytest.mark.parametrize(
