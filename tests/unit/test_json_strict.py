@@ -165,3 +165,50 @@ def test_agrees_with_the_standard_parser(value: Any) -> None:
         text = json.dumps(value, indent=indent)
         if not has_infinity(value):
             assert _same(parse(text.encode(), "x"), json.loads(text))
+
+
+def _meaning(data: bytes) -> str:
+    """What a document says, types included; one word for all that is refused."""
+    try:
+        return repr(parse(data, "x")[1:])
+    except UsageError:
+        return "refused"
+
+
+_numbers = some.from_regex(r"-?[0-9]{1,4}(\.[0-9]{1,3})?([eE][-+]?[0-9]{1,4})?", fullmatch=True)
+_marks = [
+    "{",
+    "}",
+    "[",
+    "]",
+    ",",
+    ":",
+    '"',
+    '"a"',
+    '"b"',
+    '"\\n"',
+    '"\\ud83d\\ude00"',
+    '"\\ud800"',
+    " ",
+    "\n",
+    "\x0c",
+    "\ufeff",
+]
+_words = ["true", "null", "NaN", "-Infinity", "Infinit", "-", "01", "+1", "1.", ".5", "é", "7" * 1001]
+_tokens = some.sampled_from([*_marks, *_words])
+_documents = some.recursive(
+    some.one_of(_numbers, some.sampled_from(["true", "null", "NaN", '"x"', '"é"'])),
+    lambda inner: (
+        some.lists(inner, max_size=3).map(lambda found: f"[{','.join(found)}]")
+        | some.lists(some.tuples(some.sampled_from("abc"), inner), max_size=3).map(
+            lambda found: "{" + ", ".join(f'"{key}" : {value}' for key, value in found) + "}"
+        )
+    ),
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(some.lists(_tokens | _numbers, max_size=12).map("".join) | _documents)
+def test_plain_documents_mean_what_all_others_mean(text: str) -> None:
+    plain, other = (f'["{brackets}", {text}]'.encode() for brackets in ("", "[" * 129))
+    assert _meaning(plain) == _meaning(other)
