@@ -19,6 +19,8 @@ from mx_cli.model.manifest import Entry, FileRecord, Manifest
 FICLONE = 0x40049409
 COPY_STEP = 64 << 20
 SMALL = 256 << 10
+_NAMES = frozenset({"sha256", "git-sha256", "git-sha1", "crc64nvme"})
+"""Digests that two different files do not share by chance."""
 Found = tuple[FileRecord, Manifest, bool]
 """(the record, the manifest that it is from, whether a new name was made)."""
 
@@ -74,7 +76,7 @@ class Reuse:
 
 
 def _keys(path: str, size: int, validator: str, digests: dict[str, str]) -> list[tuple[str, ...]]:
-    keys = [(kind, value, str(size)) for kind, value in digests.items() if kind in ("sha256", "crc64nvme")]
+    keys = [(kind, value, str(size)) for kind, value in digests.items() if kind in _NAMES]
     return keys + ([("validator", path, validator, str(size))] if validator else [])
 
 

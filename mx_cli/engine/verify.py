@@ -16,7 +16,9 @@ import xxhash
 from mx_cli.base.errors import IntegrityError
 from mx_cli.engine.buffers import STEP
 
-STRONGEST_FIRST = ("sha256", "crc64nvme", "crc32c", "md5", "etag-md5")
+STRONGEST_FIRST = ("sha256", "git-sha256", "git-sha1", "crc64nvme", "crc32c", "md5", "etag-md5")
+GIT = {40: "git-sha1", 64: "git-sha256"}
+"""The kinds of the names that git gives to contents, by their length in hex digits."""
 
 
 class Consumer(Protocol):
@@ -46,9 +48,14 @@ class _Hash(Protocol):
 
 
 def new_digest(kind: str) -> _Hash:
-    """A running digest of a kind that origins give: sha256, md5, etag-md5, crc32c, crc64nvme (hex, big-endian)."""
-    if kind == "sha256":
+    """A running digest of a kind that origins give: sha256, md5, etag-md5, crc32c, crc64nvme (hex, big-endian).
+
+    Of git's kinds it is the one of the bytes alone.
+    """
+    if kind in ("sha256", "git-sha256"):
         return hashlib.sha256()
+    if kind == "git-sha1":
+        return hashlib.sha1(usedforsecurity=False)
     if kind in ("md5", "etag-md5"):
         return hashlib.md5(usedforsecurity=False)
     from awscrt import checksums
@@ -60,29 +67,40 @@ def new_digest(kind: str) -> _Hash:
     raise ValueError(kind)
 
 
+def _running(kind: str, size: int | None) -> list[_Hash]:
+    """What may equal an origin's digest. Git names what a file holds by its length and its bytes; some mirrors by its bytes alone."""
+    if kind not in GIT.values():
+        return [new_digest(kind)]
+    named = new_digest(kind)
+    named.update(memoryview(b"blob %d\0" % (size or 0)))
+    return [named, new_digest(kind)]
+
+
 class OriginDigest:
     """Compares a file with the strongest digest that its origin gave; `kind` is which, "" when there is none.
 
     An `etag-md5` can only confirm: the ETag of an encrypted object, or of another server, has an MD5's form but is none.
-    When it doesn't match, `kind` is "" after `finish`.
+    When it doesn't match, `kind` is "" after `finish`. Git's names want the `size` beforehand: without it they are left out.
     """
 
-    def __init__(self, path: str, digests: Mapping[str, str]) -> None:
+    def __init__(self, path: str, digests: Mapping[str, str], size: int | None) -> None:
         self._path = path
-        self.kind = next((kind for kind in STRONGEST_FIRST if kind in digests), "")
+        usable = set(digests) - (set(GIT.values()) if size is None else set())
+        self.kind = next((kind for kind in STRONGEST_FIRST if kind in usable), "")
         self._expected = digests.get(self.kind, "").lower()
-        self._hash = new_digest(self.kind) if self.kind else None
+        self._hashes = _running(self.kind, size) if self.kind else []
 
     def update(self, view: memoryview) -> None:
-        if self._hash:
-            self._hash.update(view)
+        for running in self._hashes:
+            running.update(view)
 
     def finish(self) -> None:
-        if self._hash and self._hash.hexdigest() != self._expected:
+        observed = [running.hexdigest() for running in self._hashes]
+        if observed and self._expected not in observed:
             if self.kind == "etag-md5":
                 self.kind = ""
                 return
-            raise DigestMismatch(self._path, self.kind, self._expected, self._hash.hexdigest())
+            raise DigestMismatch(self._path, self.kind, self._expected, observed[0])
 
 
 class DigestMismatch(IntegrityError):

@@ -40,7 +40,7 @@ class Inspection:
         self._whole = WholeDigest()
         # A peer's digest of the whole file stands for the origin's that the peer has checked.
         self._vouched = entry.digests.get("xxh3", "")
-        self._origin = OriginDigest(entry.path, {} if self._vouched else entry.digests)
+        self._origin = OriginDigest(entry.path, {} if self._vouched else entry.digests, entry.size)
         self._is_weight = is_weight
         self._tensors: Digester | None = None
         self._head = bytearray()

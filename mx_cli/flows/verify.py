@@ -66,7 +66,7 @@ def find_damage(
 
 def _wrong(model: Model, manifest: Manifest, record: FileRecord, check: Callable[[], None], entry: Entry | None) -> str:
     path = model.snapshot(manifest.directory) / record.path
-    whole, origin = WholeDigest(), OriginDigest(record.path, entry.digests if entry else record.digests)
+    whole, origin = WholeDigest(), OriginDigest(record.path, entry.digests if entry else record.digests, record.size)
     head = bytearray()
 
     def take(view: memoryview) -> None:

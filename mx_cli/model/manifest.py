@@ -20,8 +20,8 @@ class Entry:
 
     `path` is relative, with `/`. `size` in bytes, None when the origin does not say. `validator` is what the origin
     promises to change when the bytes do (strong ETag, generation, version id); `strong` says whether it may be relied
-    on for resuming. `digests` are the origin's own, hex by kind (sha256, crc64nvme, crc32c, md5); an md5 under the kind
-    `etag-md5` is one only if the object is not encrypted with a customer key. `key` is the origin's own name for the file.
+    on for resuming. `digests` are the origin's own, hex by kind (sha256, git-sha1, git-sha256, crc64nvme, crc32c, md5);
+    an md5 under the kind `etag-md5` is one only if the object is not encrypted with a customer key. `key` is the origin's own name for the file.
     """
 
     path: str

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 from urllib.parse import quote, urljoin, urlsplit
@@ -15,6 +14,7 @@ from mx_cli.base.errors import AccessDenied, IntegrityError, MxError, NotFound, 
 from mx_cli.engine.together import side_by_side
 from mx_cli.model.manifest import Entry, Listing
 from mx_cli.sources.answers import HEADLESS_STATUS, MOVED_STATUS, Target, basic, refusal, refuse_html, size_of
+from mx_cli.sources.hub_rows import entries
 from mx_cli.sources.hub_token import find_token
 from mx_cli.sources.origin import SMALL_WORKERS, Context, WebOrigin, no_versions, one_revision
 from mx_cli.sources.uri import Uri
@@ -79,7 +79,7 @@ class Hub(WebOrigin):
     # -- which files -----------------------------------------------------------------------------------------------
 
     def _tree(self, sha: str, siblings: list[Any]) -> list[Entry]:
-        found: list[Entry] = []
+        found: list[Any] = []
         asked: set[str] = set()
         url = self._api(f"/tree/{sha}?recursive=true")
         while url:
@@ -90,10 +90,10 @@ class Hub(WebOrigin):
             rows = _rows(reply)
             if rows is None:
                 return self._from_siblings(sha, siblings)
-            found += _entries(rows, self._shown(sha))
+            found += rows
             following = _NEXT.search(reply.get("link"))
             url = urljoin(url, following[1]) if following else ""
-        return found
+        return entries(found, self._shown(sha))
 
     def _from_siblings(self, sha: str, siblings: list[Any]) -> list[Entry]:
         """For a mirror without the tree API: names, and sizes where it gives them."""
@@ -102,7 +102,7 @@ class Hub(WebOrigin):
         if not isinstance(rows, list) or not rows:
             raise NotFound(f"{self._shown(sha)}: the origin lists no files (neither `tree` nor `siblings` in its API)")
         named = [row for row in rows if isinstance(row, dict) and isinstance(row.get("rfilename"), str)]
-        return list(_entries([{**row, "type": "file", "path": row["rfilename"]} for row in named], self._shown(sha)))
+        return entries([{**row, "type": "file", "path": row["rfilename"]} for row in named], self._shown(sha))
 
     def _in_folder(self, files: list[Entry]) -> list[Entry]:
         folder = self._uri.path
@@ -225,22 +225,6 @@ def _rows(reply: Reply) -> list[Any] | None:
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, list) else None
-
-
-def _entries(rows: list[Any], shown: str) -> Iterator[Entry]:
-    for row in rows:
-        name = row.get("path") if isinstance(row, dict) else None
-        if isinstance(row, dict) and row.get("type") in ("directory", "submodule"):
-            continue
-        if not isinstance(name, str) or row.get("type") != "file":
-            raise IntegrityError(f"{shown}: the listing holds a row that is no file: {redact.text(repr(row))[:80]}")
-        lfs = row.get("lfs")
-        lfs = lfs if isinstance(lfs, dict) else {}
-        size = lfs.get("size", row.get("size"))
-        sha256 = str(lfs.get("oid") or lfs.get("sha256") or "").removeprefix("sha256:")
-        digests = {"sha256": sha256} if re.fullmatch(r"[0-9a-f]{64}", sha256) else {}
-        validator = sha256 or str(row.get("oid") or row.get("blobId") or "")
-        yield Entry(name, size if type(size) is int and size >= 0 else None, validator, digests=digests, key=name)
 
 
 def _order(entry: Entry) -> bytes:

@@ -13,6 +13,7 @@ from mx_cli.base.errors import IntegrityError, NotFound, Unreachable, UsageError
 from mx_cli.base.events import Requested
 from mx_cli.engine.ports import OnRetry, Reader, ReadItem, SourceCaps, Stream
 from mx_cli.engine.retry import Gate, Gates, patiently
+from mx_cli.engine.verify import OriginDigest
 from mx_cli.model.manifest import Entry, Listing, store_ref
 from mx_cli.sources.answers import Target, Unmatched
 from mx_cli.sources.uri import Uri
@@ -132,6 +133,9 @@ def read_small(reader: Reader, entry: Entry, limit: int, context: Context) -> by
             )
         if entry.size is not None and len(found) < entry.size:
             raise Unreachable(f"{entry.path}: the answer ended after {len(found)} of {entry.size} bytes")
+        digest = OriginDigest(entry.path, entry.digests, entry.size)
+        digest.update(memoryview(found))
+        digest.finish()
         return bytes(found)
 
     if entry.size == 0:

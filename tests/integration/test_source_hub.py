@@ -18,6 +18,7 @@ from mx_cli.model.manifest import Listing
 from mx_cli.sources.registry import OpenOrigin
 from tests.rig import servers
 from tests.rig.checkpoints import checkpoint_files
+from tests.rig.faultd import body
 from tests.rig.origins import opened
 from tests.rig.scripted import Asked, scripted
 
@@ -169,7 +170,7 @@ def test_where_a_token_comes_from(hub: servers.Hub, tmp_path: Path) -> None:
 
 def test_p17_the_token_stays_at_the_hub(hub: servers.Hub, start_faultd: Callable[..., servers.Faultd]) -> None:
     other = start_faultd()
-    hub.commit({"config.json": b"12345"})
+    hub.commit({"config.json": body("config.json", 5)})
     target = other.file("ok", 5, "config.json").replace("/", "%2F").replace(":", "%3A")
     hub.flags(f"to={target}")
     origin, listing = listed(hub, env={"HF_TOKEN": TOKEN})

@@ -362,7 +362,9 @@ class Handler(BaseHTTPRequestHandler):
         size = path.stat().st_size
         entry: dict[str, Any] = {"type": "file", "path": name, "size": size, "oid": blob}
         if is_lfs(name):
-            entry["lfs"] = {"oid": sha256, "size": size, "pointerSize": 134}
+            pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize %d\n" % (sha256.encode(), size)
+            entry["oid"] = hashlib.sha1(b"blob %d\0" % len(pointer) + pointer).hexdigest()
+            entry["lfs"] = {"oid": sha256, "size": size, "pointerSize": len(pointer)}
         return entry
 
     def hub_resolve(self, segments: list[str]) -> None:
