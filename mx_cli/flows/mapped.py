@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ WHOLE = 0.99
 
 
 def mapped_tensors(found: Catalog, chosen: Sequence[Tensor], stop: Stop) -> dict[str, Any]:
-    """The tensors of `chosen` that lie in cached files of this machine, at addresses that suit them.
+    """The tensors of `chosen` (by file) that lie in cached files of this machine, at addresses that suit them.
 
     Pages are private: what is written to a tensor changes no file. What others write to the file may change a tensor, so
     this is for files that nobody writes to. Where digests are known they are compared. Blocks for that long. Raises
@@ -35,14 +36,14 @@ def mapped_tensors(found: Catalog, chosen: Sequence[Tensor], stop: Stop) -> dict
 
     assert found.directory is not None, "a catalog of files on this machine"
     tensors: dict[str, Any] = {}
-    for file in sorted({tensor.file for tensor in chosen}):
+    for file, inside in itertools.groupby(chosen, key=lambda tensor: tensor.file):
         view = _map(found, file)
         if view is None:
             continue
         _verify(found.holding, file, view, stop)
         block = bytes_of(view)
-        for tensor in chosen:
-            if tensor.file == file and tensor.start % alignment(tensor.dtype) == 0:
+        for tensor in inside:
+            if tensor.start % alignment(tensor.dtype) == 0:
                 tensors[tensor.name] = tensor_of(block, tensor.start, tensor.dtype, tensor.shape)
     return tensors
 

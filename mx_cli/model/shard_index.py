@@ -36,8 +36,8 @@ def read_index(name: str, data: bytes) -> Index:
     if not isinstance(weight_map, dict) or not weight_map:
         raise IntegrityError(f"not a shard index ({name}: no weight_map)")
     folder = name.rpartition("/")[0]
-    wrong = [f"{tensor!r} -> {shard!r}: {why}" for tensor, shard in weight_map.items() if (why := _fault(shard))]
-    if wrong:
+    if any(map(_fault, {shard if isinstance(shard, str) else None for shard in weight_map.values()})):
+        wrong = [f"{tensor!r} -> {shard!r}: {why}" for tensor, shard in weight_map.items() if (why := _fault(shard))]
         raise IntegrityError(f"an index that names what can't be its shard ({name}: {paths.some(wrong)[:600]})")
     places = {shard: f"{folder}/{shard}" if folder else shard for shard in set(weight_map.values())}
     mapped = {tensor: places[shard] for tensor, shard in weight_map.items()}

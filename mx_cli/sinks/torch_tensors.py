@@ -237,7 +237,9 @@ def tensor_of(block: Any, offset: int, dtype: str, shape: tuple[int, ...]) -> An
         shape = (*shape[:-1], shape[-1] // 2)
     if size == 0:
         return torch.empty(shape, dtype=known, device=block.device)
-    return piece.view(known).view(shape)
+    flat = piece.view(known)
+    # Most tensors are vectors, and a view costs more than all the rest.
+    return flat if len(shape) == 1 else flat.view(shape)
 
 
 def alignment(dtype: str) -> int:
