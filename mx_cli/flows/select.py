@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from mx_cli.base import units
@@ -33,12 +33,14 @@ def usual_of(listing: Listing, origin: Small) -> Wanted:
 def wanted_of(listing: Listing, request: Request, read: Read) -> Wanted:
     """Resolve the selection; `read(path, listing)` gives a small file (the shard indexes are needed to choose).
 
-    Raises IntegrityError for hostile names and incomplete indexes, NotFound when nothing is selected.
+    Raises IntegrityError for hostile names and incomplete indexes, NotFound when nothing is selected, and the origin's refusal
+    of a file that is.
     """
     paths = [entry.path for entry in listing.files]
     check_paths(paths)
     indexes = {}
     for path in index_files(paths, include=request.include, exclude=request.exclude):
+        _refuse(listing, [path])
         try:
             indexes[path] = read_index(path, read(path, listing))
         except NotFound:
@@ -52,7 +54,16 @@ def wanted_of(listing: Listing, request: Request, read: Read) -> Wanted:
         exclude=request.exclude,
         everything=request.everything,
     )
+    _refuse(listing, selection.files)
     return Wanted(frozenset(selection.files), dict(selection.weights), selection.indexes, _skipped(selection))
+
+
+def _refuse(listing: Listing, paths: Iterable[str]) -> None:
+    """Raise for the first of the files that the origin cannot give."""
+    refusals = {entry.path: entry.refusal for entry in listing.files if entry.refusal}
+    for path in paths if refusals else ():
+        if refusal := refusals.get(path):
+            raise refusal
 
 
 def amount(listing: Listing, wanted: Wanted) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mx_cli.base import canonical
-from mx_cli.base.errors import IntegrityError, UsageError
+from mx_cli.base.errors import IntegrityError, MxError, UsageError
 from mx_cli.model.paths import check_paths, fault
 
 FORMAT = 1
@@ -22,6 +22,7 @@ class Entry:
     promises to change when the bytes do (strong ETag, generation, version id); `strong` says whether it may be relied
     on for resuming. `digests` are the origin's own, hex by kind (sha256, git-sha1, git-sha256, crc64nvme, crc32c, md5);
     an md5 under the kind `etag-md5` is one only if the object is not encrypted with a customer key. `key` is the origin's own name for the file.
+    `refusal` is why the origin cannot give this file, where it knows beforehand: to be raised when the file is wanted.
     """
 
     path: str
@@ -31,6 +32,7 @@ class Entry:
     digests: Mapping[str, str] = field(default_factory=dict, hash=False)
     key: str = ""
     version: str = ""
+    refusal: MxError | None = field(default=None, compare=False)
 
     @property
     def resumable(self) -> bool:

@@ -18,7 +18,7 @@ from mx_cli.model.manifest import Entry, Listing, revision_of
 from mx_cli.sources.origin import Context, Named, at_revision, no_versions, read_small
 from mx_cli.sources.uri import Uri
 
-LEFT_OUT = frozenset({".cache", ".git"})
+LEFT_OUT = frozenset({".cache", ".git", "lost+found"})
 _GONE = frozenset({errno.ENOENT, errno.ENOTDIR})
 _AGAIN = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN})
 _SMALL = 1 << 20
@@ -61,30 +61,44 @@ class Files(Named):
         try:
             return os.stat(path)
         except OSError as error:
-            if error.errno in _GONE and os.path.islink(path):
-                raise NotFound(f"{path}: a symlink to nothing ({os.readlink(path)})") from None
             raise _explain(error, path, self._uri.shown) from None
 
     def _walk(self, directory: str, prefix: str, above: frozenset[tuple[int, int]], stop: Stop) -> Iterator[Entry]:
+        """What is below a directory. What cannot be read is listed with the reason: perhaps nobody wants it."""
         stop.check()
         try:
             names = sorted(os.listdir(directory))
         except OSError as error:
-            raise _explain(error, directory, self._uri.shown) from None
+            refusal = _explain(error, directory, self._uri.shown)
+            if not prefix or isinstance(refusal, Unreachable):
+                raise refusal from None
+            yield _refused(f"{prefix}*", refusal)
+            return
         for name in names:
-            path = os.path.join(directory, name)
-            if not is_unicode(name):
-                raise UsageError(f"{path!r}: a file name that is not Unicode")
             if name in LEFT_OUT or name.endswith(".incomplete"):
                 continue
-            status = self._stat(path)
-            if stat.S_ISREG(status.st_mode):
-                yield _entry(prefix + name, path, status)
-            elif stat.S_ISDIR(status.st_mode):
+            path, shown = os.path.join(directory, name), prefix + name
+            try:
+                if not is_unicode(name):
+                    shown = prefix + os.fsencode(name).decode("utf-8", "backslashreplace")
+                    raise UsageError(f"{path!r}: a file name that is not Unicode")
+                status = self._stat(path)
+                found = _entry(shown, path, status) if stat.S_ISREG(status.st_mode) else None
                 place = (status.st_dev, status.st_ino)
-                if place in above:
+                if stat.S_ISDIR(status.st_mode) and place in above:
+                    shown += "/*"
                     raise FilesystemRefused(f"{path}: a symlink that leads back into its own parents")
-                yield from self._walk(path, f"{prefix}{name}/", above | {place}, stop)
+            except Unreachable:
+                raise
+            except MxError as refusal:
+                # What went away meanwhile is not there.
+                if os.path.lexists(path):
+                    yield _refused(shown, refusal)
+                continue
+            if found:
+                yield found
+            elif stat.S_ISDIR(status.st_mode):
+                yield from self._walk(path, f"{shown}/", above | {place}, stop)
 
     def open(self, item: ReadItem) -> FileStream:
         """See `Reader.open`."""
@@ -200,10 +214,20 @@ def _holds_bytes(path: str) -> bool:
         return False
 
 
+def _refused(name: str, refusal: MxError) -> Entry:
+    return Entry(name, None, strong=False, refusal=refusal)
+
+
 def _explain(error: OSError, path: str, shown: str) -> MxError:
     said = error.strerror or str(error)
+    leads = os.readlink(path) if os.path.islink(path) else ""
+    if leads and error.errno in _GONE:
+        return NotFound(f"{path}: a symlink to nothing ({leads}, which would be {os.path.realpath(path)})")
+    if leads and error.errno == errno.ELOOP:
+        return FilesystemRefused(f"{path}: a symlink that leads back to itself ({leads})")
     if error.errno in _GONE:
         return NotFound(f"{shown}: no such file or directory (looked for {path})")
+    where = f"{path} (a symlink to {leads})" if leads else path
     if error.errno in _AGAIN:
-        return Unreachable(f"{path}: {said}")
-    return FilesystemRefused(f"{path}: {said}")
+        return Unreachable(f"{where}: {said}")
+    return FilesystemRefused(f"{where}: {said}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 from pathlib import Path
@@ -13,6 +14,11 @@ from mx_cli.base.errors import FilesystemRefused, NotFound, OriginChanged, Usage
 from mx_cli.engine.ports import ReadItem
 from mx_cli.model.manifest import Listing
 from tests.rig.origins import opened
+from tests.rig.scripted import published
+from tests.support import Mx, capability, safetensors_bytes, tree
+
+
+WEIGHTS = safetensors_bytes({"w": ("U8", (1000,), None)})
 
 
 def listed(path: Path | str) -> Listing:
@@ -24,7 +30,7 @@ def names(path: Path | str) -> list[str]:
 
 
 def test_a_hub_snapshot_with_its_symlinks(tmp_path: Path) -> None:
-    digest = "ab" * 32
+    digest = hashlib.sha256(b"weights").hexdigest()
     (tmp_path / "blobs").mkdir()
     (tmp_path / "blobs" / digest).write_bytes(b"weights")
     snapshot = tmp_path / "snapshots" / "sha"
@@ -46,19 +52,93 @@ def test_what_is_left_out(tmp_path: Path) -> None:
     assert names(tmp_path) == [".hidden", "a.json"]
 
 
-def test_loops_and_links_to_nothing(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "up").symlink_to("..")
-    with pytest.raises(FilesystemRefused, match="leads back"):
-        names(tmp_path)
-    (tmp_path / "a" / "up").unlink()
-    (tmp_path / "gone").symlink_to("nowhere")
-    with pytest.raises(NotFound, match="symlink to nothing"):
-        names(tmp_path)
-    (tmp_path / "gone").unlink()
-    (tmp_path / "self").symlink_to("self")
-    with pytest.raises(FilesystemRefused):
-        names(tmp_path)
+def faulty(place: Path) -> None:
+    """A usable checkpoint, and beside it one of each thing that cannot be read."""
+    (place / "sub").mkdir(parents=True)
+    for name in ("config.json", "model.safetensors", "sub/notes.txt"):
+        (place / name).write_bytes(WEIGHTS if name.endswith("s") else b"{}")
+    (place / "pytorch_model.bin").symlink_to("../blobs/gone")
+    (place / "self.txt").symlink_to("self.txt")
+    (place / "sub" / "up").symlink_to("..")
+    Path(os.fsdecode(os.fsencode(place) + b"/\xff.txt")).write_bytes(b"x")
+
+
+FAULTY = {
+    "pytorch_model.bin": (NotFound, "symlink to nothing \\(../blobs/gone, which would be "),
+    "self.txt": (FilesystemRefused, "leads back to itself \\(self.txt\\)"),
+    "sub/up/*": (FilesystemRefused, "leads back into its own parents"),
+    "\\xff.txt": (UsageError, "not Unicode"),
+}
+
+
+def test_what_cannot_be_read_is_listed_with_the_reason(tmp_path: Path) -> None:
+    faulty(tmp_path)
+    listing = listed(tmp_path)
+    assert {entry.path for entry in listing.files if not entry.refusal} == {
+        "config.json",
+        "model.safetensors",
+        "sub/notes.txt",
+    }
+    for entry in listing.files:
+        if entry.refusal:
+            kind, said = FAULTY[entry.path]
+            with pytest.raises(kind, match=said):
+                raise entry.refusal
+
+
+@pytest.mark.parametrize("command", ["prefetch", "pull"])
+def test_only_what_is_wanted_may_refuse(mx: Mx, tmp_path: Path, command: str) -> None:
+    model = tmp_path / "model"
+    faulty(model)
+    to = ("--to", tmp_path / "out", *(("--route", "stream") if command == "pull" else ()))
+    assert "not Unicode" in mx(command, model, *to).exits(2).err
+    Path(os.fsdecode(os.fsencode(model) + b"/\xff.txt")).unlink()
+    assert "leads back to itself" in mx(command, model, *to).exits(21).err
+    (model / "self.txt").unlink()
+    assert "leads back into its own parents" in mx(command, model, *to).exits(21).err
+    (model / "sub" / "up").unlink()
+    # The link to nothing is another format of the same weights, which nobody wants.
+    mx(command, model, *to).ok()
+    assert set(tree(tmp_path / "out")) == {"config.json", "model.safetensors", "sub/notes.txt"}
+
+
+def test_what_is_left_out_by_name_does_not_refuse(mx: Mx, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    faulty(model)
+    patterns = [word for path in ("self.txt", "sub/up/", "\\xff.txt") for word in ("--exclude", path)]
+    mx("prefetch", model, *patterns, "--to", tmp_path / "out").ok()
+    assert set(tree(tmp_path / "out")) == {"config.json", "model.safetensors", "sub/notes.txt"}
+    mx("prefetch", model, "--include", "*.safetensors").ok()
+    chosen = mx("prefetch", model, "--include", "pytorch_model.bin").exits(10)
+    assert f"{model}/pytorch_model.bin: a symlink to nothing (../blobs/gone, which would be {tmp_path}" in chosen.err
+    assert "leads back" in mx("prefetch", model, "--all", "--exclude", "*.bin", "--exclude", "*ff.txt").exits(21).err
+
+
+def test_an_index_that_is_a_link_to_nothing_decides_nothing(mx: Mx, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model-00001-of-00001.safetensors").write_bytes(WEIGHTS)
+    (model / "model.safetensors.index.json").symlink_to("/nowhere/index.json")
+    assert "a symlink to nothing (/nowhere/index.json" in mx("prefetch", model).exits(10).err
+    mx("prefetch", model, "--exclude", "*.index.json").ok()
+
+
+@capability("root", "setpriv")
+def test_directories_of_others_refuse_when_they_are_wanted(mx: Mx, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    for name in ("config.json", "model.safetensors", "lost+found/x", "private/y.json"):
+        (model / name).parent.mkdir(parents=True, exist_ok=True)
+        (model / name).write_bytes(WEIGHTS if name.endswith("s") else b"{}")
+    (model / "lost+found").chmod(0)
+    (model / "private").chmod(0)
+    # As root without the right to override permissions, and not the owner of these two.
+    for name in ("lost+found", "private"):
+        os.chown(model / name, 1000, 1000)
+    other = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")
+    refused = mx("prefetch", model, prefix=other).exits(21)
+    assert f"{model}/private: Permission denied" in refused.err
+    mx("prefetch", model, "--exclude", "private/", prefix=other).ok()
+    assert set(published(mx.cache)) == {"config.json", "model.safetensors"}
 
 
 def test_p14_missing_and_empty(tmp_path: Path) -> None:
@@ -78,14 +158,6 @@ def test_p22_percent_is_decoded_in_uris_only(tmp_path: Path) -> None:
     (tmp_path / "a b").write_bytes(b"space")
     assert names(f"file://{tmp_path}/a%20b") == ["a b"]
     assert names(f"{tmp_path}/a%20b") == ["a%20b"]
-
-
-def test_a_name_that_is_not_unicode(tmp_path: Path) -> None:
-    path = os.fsencode(tmp_path) + b"/\xff.json"
-    with open(path, "wb") as file:
-        file.write(b"x")
-    with pytest.raises(UsageError, match="not Unicode"):
-        names(tmp_path)
 
 
 def test_the_revision_follows_the_modification_time(tmp_path: Path) -> None:
