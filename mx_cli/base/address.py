@@ -16,6 +16,10 @@ def split_address(text: str, default: int | None = None, *, option: str = "") ->
 
     Raises UsageError, which names the `option` that the text was given to; port 0 is for who listens.
     """
+    if "://" in text:
+        raise _refusal(option, text, "a URL")
+    if "," in text:
+        raise _refusal(option, text, "several", "one HOST:PORT each: an option that takes several is repeated")
     host, colon, port = text.rpartition(":")
     if default is not None and (not colon or text.endswith("]")):
         host, colon, port = text, ":", str(default)
@@ -47,6 +51,6 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _refusal(option: str, text: str, why: str) -> UsageError:
+def _refusal(option: str, text: str, why: str, hint: str = "write HOST:PORT, or [IPV6]:PORT") -> UsageError:
     given = f"{option}: " if option else ""
-    return UsageError(f"{given}not an address ({text!r}: {why})", hint="write HOST:PORT, or [IPV6]:PORT")
+    return UsageError(f"{given}not an address ({text!r}: {why})", hint=hint)

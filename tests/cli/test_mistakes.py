@@ -40,6 +40,8 @@ def guarded(hosts: Hosts, model: Path, tmp_path: Path) -> Served:
         (["serve", "{model}", "--advertise", ":7400"], 2, "--advertise: not an address (':7400': no host", "HOST:PORT"),
         (["pull", NOBODY, "--peer", "7400"], 2, "--peer: not an address ('7400': no port", "HOST:PORT"),
         (["pull", NOBODY, "--peer", "a:0"], 2, "--peer: not an address ('a:0': port 0", "HOST:PORT"),
+        (["pull", NOBODY, "--peer", "https://a:1"], 2, "--peer: not an address ('https://a:1': a URL)", "HOST:PORT"),
+        (["pull", NOBODY, "--peer", "a:1,b:2"], 2, "--peer: not an address ('a:1,b:2': several)", "is repeated"),
         (["doctor", "--peer", "7400"], 2, "--peer: not an address ('7400': no port", "HOST:PORT"),
         (["doctor", "--listen", "7400"], 2, "--listen: not an address ('7400': no port", "HOST:PORT"),
         (["serve", "{model}", "--peer-token-file", "absent"], 2, "absent: No such file", "make one: head -c 32"),
