@@ -51,10 +51,12 @@ def load(
     of which all bytes were read are verified; those of which the rank needs only some are not.
 
     `group` (of torch.distributed): all of its ranks call this with the same arguments, but for a `rank`, of which each of
-    them has its own, and then keeps only its part. Each reads its portion of the bytes,
-    the first also the headers, and they exchange them, 64 MiB at once: the origin gives every byte once. Without a `rank`
-    the bytes go straight from and to where the tensors are. A rank that fails or is lost ends the others with TransportFailed, which names it, within
-    `stall_timeout`; the group must not be used after that. NCCL ends the process instead, by its own timeout.
+    them has its own, and then keeps only its part. Each reads its portion of the bytes, the first also the headers, and
+    they exchange them, 64 MiB at once: the origin gives every byte once. Without a `rank` the bytes go straight from and
+    to where the tensors are. A rank that fails or is lost ends the others with TransportFailed, which names it, within
+    `stall_timeout`; the group must not be used after that. NCCL ends the process instead, by its own timeout. The group
+    stays the caller's: before its process ends it calls `destroy_process_group`, also after an error, or torch may abort
+    the process at its exit.
 
     `fill_cache`: what a URI gives is also kept, as `prefetch` keeps it, by the same election and with nothing fetched twice;
     the tensors are read from the cache's files as those come. All of the checkpoint is fetched then, also for a few
