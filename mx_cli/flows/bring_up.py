@@ -22,8 +22,9 @@ from mx_cli.flows import trust
 from mx_cli.flows.context import Context
 from mx_cli.flows.data_path import Wish, open_path
 from mx_cli.flows.doctor import Report
+from mx_cli.flows.open_memory import network, new_agent, opened
 from mx_cli.flows.pull_memory import move
-from mx_cli.flows.serve import network, serve_until_stopped
+from mx_cli.flows.serve import serve_until_stopped
 from mx_cli.flows.serving import Offer, Serving
 from mx_cli.model.holding import HOST, Extent, Holding, start_key
 from mx_cli.model.manifest import BLOCK, FileRecord, Manifest
@@ -111,12 +112,8 @@ def _holding(pool: Pool) -> Holding:
 
 
 def _held(pool: Pool, serving: Serving, context: Context) -> InMemory:
-    from mx_cli.transport.nixl import Agent, missing
-
-    agent = None
-    if not missing():
-        agent = Agent(serving.generation, network(context, serving.address), trace=True)
-        agent.register([(pool.address, pool.size, HOST)])
+    agent = new_agent(serving.generation, network(context, serving.address), context, trace=True)
+    agent = opened(agent, [(pool.address, pool.size, HOST)], context)
     return InMemory("cpu", [Extent(FILE, 0, SIZE, pool.address)], pool, agent)
 
 

@@ -11,7 +11,6 @@ from mx_cli.base.errors import IntegrityError, MissingCapability, StillLanding, 
 from mx_cli.engine.run import cores
 from mx_cli.flows.context import Context
 from mx_cli.flows.serving import new_generation
-from mx_cli.flows.trust import is_loopback
 from mx_cli.model.holding import HOST
 from mx_cli.transport.host import host_facts, share_memory
 from mx_cli.transport.nixl_env import RDMA_DEVICES
@@ -135,15 +134,15 @@ def _nixl(
     wish: Wish,
     regions: Sequence[tuple[int, int, int]],
 ) -> tuple[Path, str, str]:
-    from mx_cli.transport.nixl import Agent, Network
+    from mx_cli.flows.open_memory import network
+    from mx_cli.transport.nixl import Agent
 
-    settings = context.settings
-    network = Network(settings.interface, settings.data_ports, loopback=is_loopback(session.address))
+    wanted = network(context, session.address)
     capability = grant.access["nixl"]
     gpu = any(row[2] != HOST for row in regions) or any(row.device != HOST for row in extents_of(capability))
 
     def make() -> Agent:
-        return Agent(new_generation(), network, gpu=gpu, trace=True)
+        return Agent(new_generation(), wanted, gpu=gpu, trace=True)
 
     first = make()
     try:

@@ -13,13 +13,14 @@ from mx_cli.flows.context import Context, is_immutable
 from mx_cli.flows.cuts import cut_of
 from mx_cli.flows.described import Described, Named, describe_holding
 from mx_cli.flows.from_python import process_context, require_torch
+from mx_cli.flows.open_memory import network, new_agent, opened
 from mx_cli.flows.serving import Offer, Serving
-from mx_cli.flows.trust import is_loopback
 from mx_cli.model import hf_config
 from mx_cli.model import layout as model_layout
 from mx_cli.model.holding import HOST, Extent
 from mx_cli.plan.ranges import merge_regions
 from mx_cli.transport.held import CopyOut, InMemory
+from mx_cli.transport.nixl import Agent
 from mx_cli.transport.nixl_env import RDMA_DEVICES
 
 UPDATE_WAIT = 30.0
@@ -39,7 +40,7 @@ class Handle:
         self._pid = os.getpid()
         self._changing = threading.RLock()
         self._updating = False
-        self._agent: Any = None
+        self._agent: Agent | None = None
         self._regions: list[tuple[int, int, int]] = []
         self._serving = Serving(context, offer)
         try:
@@ -125,9 +126,7 @@ class Handle:
     def _release(self) -> None:
         self._source = None
         self._serving.close()
-        if self._agent is not None:
-            self._agent.destroy()
-            self._agent = None
+        self._close_agent()
 
     def __enter__(self) -> Handle:
         return self
@@ -150,14 +149,10 @@ class Handle:
         name = f"cuda:{gpu[0]}" if gpu else "cpu"
         return InMemory(name, described.extents, described.keep, self._registered(described, gpu), copy, lent=True)
 
-    def _registered(self, described: Described, gpu: list[int]) -> Any:
+    def _registered(self, described: Described, gpu: list[int]) -> Agent | None:
         """An agent for these runs of memory: the same as before where they have not moved."""
         from mx_cli.transport import cuda
-        from mx_cli.transport.nixl import missing
 
-        if reason := missing():
-            self._context.notice(f"readers get the bytes by path socket only: {reason}")
-            return None
         host = [(row.address, row.length, HOST) for row in described.extents if row.device == HOST]
         regions = merge_regions(host)
         for device in gpu:
@@ -165,24 +160,19 @@ class Handle:
             found = cuda.allocations_of(row.address for row in described.extents if row.device == device)
             regions += [(block.address, block.length, device) for block in found]
         if self._agent is None or regions != self._regions:
-            self._regions = []
-            if self._agent is not None:
-                self._agent.destroy()
-            self._agent = self._new_agent(described.holding.version, bool(gpu))
-            self._agent.register(regions)
+            self._close_agent()
+            # Without RDMA the agent is for this host alone: a reader over TCP could end this process.
+            wanted = network(self._context, self.address, this_host=not RDMA_DEVICES.is_dir())
+            # A name of its own for each: NIXL refuses other memory under an old name.
+            name = f"{self.generation}-{described.holding.version}"
+            self._agent = opened(new_agent(name, wanted, self._context, gpu=bool(gpu)), regions, self._context)
             self._regions = regions
         return self._agent
 
-    def _new_agent(self, version: int, gpu: bool) -> Any:
-        """Without RDMA the agent is for this host alone: a reader over TCP could end this process."""
-        from mx_cli.transport.nixl import Agent, Network
-
-        settings = self._context.settings
-        near = is_loopback(self.address) or not RDMA_DEVICES.is_dir()
-        # A name of its own for each: NIXL refuses other memory under an old name.
-        return Agent(
-            f"{self.generation}-{version}", Network(settings.interface, settings.data_ports, loopback=near), gpu=gpu
-        )
+    def _close_agent(self) -> None:
+        if self._agent is not None:
+            self._agent.destroy()
+            self._agent = None
 
 
 def serve(

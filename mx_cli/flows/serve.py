@@ -16,11 +16,11 @@ from mx_cli.engine.verify import WholeDigest, read_through
 from mx_cli.flows.context import Context
 from mx_cli.flows.hash import is_local
 from mx_cli.flows.holdings import local_holding
+from mx_cli.flows.open_memory import network, new_agent, opened
 from mx_cli.flows.prefetch import prefetch
 from mx_cli.flows.pull import Pull, PullOutcome, PullRequest
 from mx_cli.flows.request import Request
 from mx_cli.flows.serving import Offer, Serving
-from mx_cli.flows.trust import is_loopback
 from mx_cli.model.holding import HOST, Extent, Holding
 from mx_cli.transport.held import Held, InMemory, OnDisk
 
@@ -152,25 +152,10 @@ def _hold(kind: str, index: int, path: Path, holding: Holding, serving: Serving,
     return _on_gpu(index, directory, holding, serving, context)
 
 
-def network(context: Context, address: str) -> Any:
-    """The network of the data path: as wished, and this host's alone for a peer that nobody else can reach."""
-    from mx_cli.transport.nixl import Network
-
-    settings = context.settings
-    return Network(settings.interface, settings.data_ports, loopback=is_loopback(address))
-
-
 def _in_pool(directory: Path, holding: Holding, serving: Serving, context: Context) -> Held:
     """All files in one run of huge pages, one extent each."""
-    from mx_cli.transport.nixl import Agent, missing
-    from mx_cli.transport.nixl_env import INSTALL
-
-    agent = None
-    if reason := missing():
-        context.warn(f"readers get the bytes by path socket only: {reason} ({INSTALL})")
-    else:
-        # Before the weights are read: it says what is wrong with the network's options.
-        agent = Agent(serving.generation, network(context, serving.address))
+    # Before the weights are read: it says what is wrong with the network's options.
+    agent = new_agent(serving.generation, network(context, serving.address), context)
     extents, size = _packed(holding, HOST)
     pool = Pool(size)
     extents = [extent._replace(address=pool.address + extent.address) for extent in extents]
@@ -179,24 +164,22 @@ def _in_pool(directory: Path, holding: Holding, serving: Serving, context: Conte
         pool.view[at : at + len(view)] = view
 
     _load(directory, holding, place, context)
-    if agent:
-        agent.register([(pool.address, pool.size, HOST)])
+    agent = opened(agent, [(pool.address, pool.size, HOST)], context)
     return InMemory("cpu", extents, pool, agent)
 
 
 def _on_gpu(index: int, directory: Path, holding: Holding, serving: Serving, context: Context) -> Held:
     """All files in one block of the GPU's memory, one extent each."""
     from mx_cli.transport import cuda, on_gpu
-    from mx_cli.transport.nixl import Agent
 
     extents, size = _packed(holding, index)
     block = on_gpu.allocate(index, size)
     start = block.data_ptr()
     extents = [extent._replace(address=start + extent.address) for extent in extents]
-    agent = Agent(serving.generation, network(context, serving.address), gpu=True)
+    agent = new_agent(serving.generation, network(context, serving.address), context, gpu=True)
     _load(directory, holding, lambda at, view: on_gpu.copy_in(block, at, view), context)
     whole = cuda.allocation_of(start)
-    agent.register([(whole.address, whole.length, index)])
+    agent = opened(agent, [(whole.address, whole.length, index)], context)
     return InMemory(f"cuda:{index}", extents, block, agent, on_gpu.copy_out(index))
 
 

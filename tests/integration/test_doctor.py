@@ -393,6 +393,14 @@ def test_without_nixl_the_fallback_is_named(mx: Mx, token: Path, tmp_path: Path)
     assert "pip install" in rows["verdict"]["fix"]
 
 
+@capability("nixl")
+def test_where_ucx_cannot_start_sockets_are_measured(mx: Mx, token: Path) -> None:
+    _, address = listening(mx, "127.0.0.1:0", token, UCX_NET_DEVICES="nope0")
+    rows = table(mx("doctor", "--peer", address, "--peer-token-file", token, "--json").ok())
+    assert "the peer offers only socket" in rows["nixl-read"]["value"]
+    assert rows["socket"]["state"] == "ok"
+
+
 def test_a_peer_with_weights_can_be_measured_too(hosts: Hosts, tmp_path: Path) -> None:
     served = hosts.serve(make_checkpoint(tmp_path / "model", size=2 * MIB), "--max-readers", "1")
     rows = table(hosts("doctor", "--peer", served.address, "--json").ok())

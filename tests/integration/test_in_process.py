@@ -817,6 +817,26 @@ def test_a_process_that_pulled_ends_as_it_says(source: TensorSource, place: Path
     assert ended.stdout == ""
 
 
+WITHOUT_UCX = """
+import sys, torch, mx_cli
+options = {"cache_dir": sys.argv[1], "discovery": f"dir:{sys.argv[1]}/peers"}
+with mx_cli.serve({"w": torch.arange(3000)}, **options) as handle:
+    with handle.update():
+        pass
+    assert mx_cli.pull(handle.identities["content"], peers=[handle.address], **options)["w"][-1] == 2999
+"""
+
+
+@capability("nixl")
+def test_where_ucx_cannot_start_readers_get_the_bytes_by_sockets(place: Path) -> None:
+    """Also after an update, which opens the memory anew."""
+    env = {**os.environ, "UCX_NET_DEVICES": "nope0"}
+    command = [sys.executable, "-c", WITHOUT_UCX, str(place)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("by path socket only: UCX cannot be started") == 2
+
+
 FORKS = """
 import os, select, socket, sys, torch, mx_cli
 from mx_cli.base.address import split_address

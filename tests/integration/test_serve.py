@@ -155,6 +155,16 @@ def test_weights_that_do_not_fit_into_memory(hosts: Hosts, tmp_path: Path) -> No
     assert re.search(r"no memory for weights \(need 25\d MiB, at most \d+ MiB can be had\)", refused.err)
 
 
+@capability("nixl")
+def test_where_ucx_cannot_start_readers_get_the_bytes_by_sockets(hosts: Hosts, model: Path, tmp_path: Path) -> None:
+    served = hosts.serve(model, "--device", "cpu", env={"UCX_NET_DEVICES": "nope0"})
+    assert served.ready["paths"] == ["socket"]
+    served.running.wait_err("^warning: readers get the bytes by path socket only: UCX cannot be started .*nope0")
+    found = hosts("pull", served.content, "--to", tmp_path / "out", "--json", host="b").ok().json()
+    assert [one["path"] for one in found["sources"]] == ["socket"]
+    assert tree(tmp_path / "out") == tree(model)
+
+
 def test_v02_others_only_with_a_secret(hosts: Hosts, model: Path, token: Path) -> None:
     bare = hosts("serve", model, "--listen", "0.0.0.0:0").exits(2)
     assert "head -c 32 /dev/urandom | base64 > FILE; --peer-token-file FILE" in bare.err
