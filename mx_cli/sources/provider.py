@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import json
+import os
 import queue
+import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TypeVar
 
 from mx_cli.base import redact
@@ -23,7 +28,10 @@ class Late(Exception):
 
 
 def in_time(call: Callable[[], T], seconds: float, stop: Stop) -> T:
-    """`call()`, in a thread that is left alone when it takes longer. Raises what it raises, Late, and the stop's reason."""
+    """`call()`, in a thread that is left alone when it takes longer; the programs that it runs are ended then.
+
+    Raises what it raises, Late, and the stop's reason.
+    """
     news: queue.SimpleQueue[tuple[list[T], BaseException | None] | None] = queue.SimpleQueue()
 
     def ask() -> None:
@@ -32,18 +40,57 @@ def in_time(call: Callable[[], T], seconds: float, stop: Stop) -> T:
         except BaseException as error:  # noqa: BLE001 - it is raised in the thread that waits
             news.put(([], error))
 
-    begin(threading.Thread(target=ask, name="credentials", daemon=True))
-    with stop.calling(lambda: news.put(None)):
-        try:
+    asking = threading.Thread(target=ask, name="credentials", daemon=True)
+    begin(asking)
+    told = None
+
+    def give_up() -> None:
+        # At once: a second signal ends this process on the spot.
+        _end_programs_of(asking)
+        news.put(None)
+
+    try:
+        with stop.calling(give_up):
             told = news.get(timeout=seconds)
-        except queue.Empty:
-            raise Late(f"no answer in {seconds:g} s") from None
+    except queue.Empty:
+        raise Late(f"no answer in {seconds:g} s") from None
+    finally:
+        if told is None:
+            _end_programs_of(asking)
     stop.check()
     assert told is not None, "None is put for a stop only"
     found, error = told
     if error is not None:
         raise error
     return found[0]
+
+
+def _end_programs_of(thread: threading.Thread) -> None:
+    """Kill what a thread has started, and what that has: all of it would outlive this process.
+
+    They share our process group, so that they may ask for a password on the terminal: it is no handle to end them by.
+    """
+    stopped: set[int] = set()
+    while started := set(_started_by(f"/proc/self/task/{thread.native_id}")) - stopped:
+        for pid in started:
+            # What is stopped starts nothing more.
+            _signal(pid, signal.SIGSTOP)
+        stopped |= started
+    for pid in stopped:
+        _signal(pid, signal.SIGKILL)
+
+
+def _started_by(tasks: str) -> Iterator[int]:
+    for path in glob.glob(f"{tasks}/children"):
+        with contextlib.suppress(OSError):
+            for pid in map(int, Path(path).read_text().split()):
+                yield pid
+                yield from _started_by(f"/proc/{pid}/task/*")
+
+
+def _signal(pid: int, signum: signal.Signals) -> None:
+    with contextlib.suppress(OSError):
+        os.kill(pid, signum)
 
 
 def said(error: BaseException) -> str:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,7 @@ from tests.rig import cachecheck
 from tests.rig.scripted import Asked, Scripted, published, scripted
 from tests.rig.scripted_origins import Bucket, GoogleBucket
 from tests.rig.servers import Tls, request
-from tests.support import Mx, Result, safetensors_bytes
+from tests.support import Mx, Result, Running, capability, clean_env, safetensors_bytes
 
 WEIGHTS = safetensors_bytes({"w": ("U8", (1000,), None)})
 OBJECTS = {"m/model.safetensors": WEIGHTS}
@@ -70,18 +74,125 @@ def test_a_program_that_gives_no_credentials(mx: Mx, text: str) -> None:
     refused(fetched(mx, {}, program(mx, text)))
 
 
-def test_a_program_that_hangs_does_not_hold_up_a_stop(mx: Mx) -> None:
-    fifo = mx.home / "begun"
-    text = f"echo > {fifo}; exec sleep 60"
-    aws = mx.home / ".aws"
-    aws.mkdir()
-    (aws / "config").write_text(program(mx, f"mkfifo {fifo} 2>/dev/null; {text}"))
+HANGING = """
+(sleep {mark} & sleep {mark}; wait) &
+trap '' TERM INT HUP
+echo > {fifo}
+sleep {mark}
+"""
+
+
+def hanging(mx: Mx) -> tuple[str, Path, str]:
+    """A program of several processes that end by nothing but SIGKILL; a FIFO that tells of its begin; what is in their names."""
+    fifo, mark = mx.home / "begun", f"6{os.getpid()}.{time.time_ns() % 10**9}"
+    os.mkfifo(fifo)
+    return HANGING.format(mark=mark, fifo=fifo), fifo, mark
+
+
+def running(mark: str) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in (line := path.read_bytes()):
+                found.append(line.decode())
+    return found
+
+
+def ended(mark: str) -> bool:
+    """Whether nothing of it is left, or soon will not be: a killed process takes a moment to go."""
+    deadline = time.monotonic() + 5
+    while running(mark) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not running(mark)
+
+
+def begun(fifo: Path, run: Running) -> None:
+    with open(os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)) as news:
+        deadline = time.monotonic() + 20
+        while not news.read():
+            assert run.process.poll() is None, run.stderr
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("signums", "code"),
+    [
+        ([signal.SIGTERM], 143),
+        ([signal.SIGINT], 130),
+        ([signal.SIGHUP], 129),
+        ([signal.SIGINT, signal.SIGINT], 130),
+        ([], 124),
+    ],
+)
+def test_a_program_that_hangs_ends_with_the_command(mx: Mx, signums: list[signal.Signals], code: int) -> None:
+    text, fifo, mark = hanging(mx)
+    (mx.home / ".aws").mkdir()
+    (mx.home / ".aws" / "config").write_text(program(mx, text))
+    limit = () if signums else ("--timeout", "3s")
+    run = mx.start("prefetch", "s3://b/m", *limit, env={"AWS_ENDPOINT_URL_S3": "http://127.0.0.1:1"})
+    begun(fifo, run)
+    assert len(running(mark)) >= 3
+    for signum in signums:
+        run.send(signum)
+    assert run.wait(10).code == code
+    assert ended(mark)
+
+
+def test_a_program_of_another_profile_and_one_for_google(mx: Mx, tmp_path: Path) -> None:
+    text, fifo, mark = hanging(mx)
+    (mx.home / ".aws").mkdir()
+    role = "[default]\nrole_arn = arn:aws:iam::1:role/r\nsource_profile = base\n"
+    (mx.home / ".aws" / "config").write_text(role + program(mx, text).replace("[default]", "[profile base]"))
     run = mx.start("prefetch", "s3://b/m", env={"AWS_ENDPOINT_URL_S3": "http://127.0.0.1:1"})
-    while not fifo.exists():
-        assert run.process.poll() is None
-    fifo.read_text()
+    begun(fifo, run)
     run.send(signal.SIGTERM)
-    assert run.wait(5).code == 143
+    run.wait(10).exits(143)
+    assert ended(mark)
+    source = {
+        "type": "external_account",
+        "audience": "//iam.googleapis.com/projects/1/locations/global/workloadIdentityPools/p/providers/q",
+        "subject_token_type": "urn:ietf:params:oauth:token-type:jwt",
+        "token_url": "http://127.0.0.1:1/token",
+        "credential_source": {"executable": {"command": str(mx.home / "credentials.sh"), "timeout_millis": 60000}},
+    }
+    (tmp_path / "google.json").write_text(json.dumps(source))
+    env = {
+        "GOOGLE_APPLICATION_CREDENTIALS": tmp_path / "google.json",
+        "GOOGLE_EXTERNAL_ACCOUNT_ALLOW_EXECUTABLES": "1",
+    }
+    run = mx.start("prefetch", "gs://b/m", env=env)
+    begun(fifo, run)
+    run.send(signal.SIGTERM)
+    run.wait(10).exits(143)
+    assert ended(mark)
+
+
+@capability("torch")
+def test_a_program_ends_with_the_call_from_python(mx: Mx) -> None:
+    """No signal handler of ours, and the process goes on."""
+    text, fifo, mark = hanging(mx)
+    (mx.home / ".aws").mkdir()
+    (mx.home / ".aws" / "config").write_text(program(mx, text))
+    script = (
+        "import mx_cli\ntry:\n    mx_cli.load('s3://b/m')\nexcept KeyboardInterrupt:\n    print('left', flush=True)"
+        "\n    input()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        env=clean_env(mx.home, mx.cache, {"AWS_ENDPOINT_URL_S3": "http://127.0.0.1:1"}),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    run = Running(("python",), process, time.monotonic())
+    begun(fifo, run)
+    run.send(signal.SIGINT)
+    run.wait_out("left")
+    assert ended(mark)
+    process.kill()
+    run.wait()
 
 
 def test_a_code_is_not_asked_for_without_a_terminal(mx: Mx) -> None:

@@ -17,7 +17,6 @@ from tests.rig.origins import opened
 from tests.rig.scripted import published
 from tests.support import Mx, capability, safetensors_bytes, tree
 
-
 WEIGHTS = safetensors_bytes({"w": ("U8", (1000,), None)})
 
 
