@@ -24,7 +24,8 @@ LOCAL = frozenset({"ext4", "xfs", "btrfs", "zfs", "overlay", "tmpfs", "ramfs"})
 """What one kernel alone has mounted: what another boot of it left, nobody writes to any more."""
 IN_MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
 
-_NO_LINK = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EACCES, errno.EXDEV})
+NO_LINK = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EACCES, errno.EXDEV})
+"""What os.link fails with where there can be no hard link."""
 _CACHESTAT = 451
 _HAS_CACHESTAT = platform.machine() in ("x86_64", "aarch64", "riscv64", "s390x", "ppc64le", "loongarch64")
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -60,6 +61,12 @@ def mounts() -> list[tuple[str, str]]:
     return found
 
 
+def nearest(path: Path) -> Path:
+    """The path, or what is there of those above it. A link that leads nowhere is not there."""
+    # os.path.exists: Path.exists raises for a name that is too long.
+    return next((place for place in (path, *path.parents) if os.path.exists(place)), Path("/"))
+
+
 def is_mount(path: Path) -> bool:
     """Whether something is mounted on the directory; also a part of its own file system, which has no device of its own."""
     return os.path.ismount(path) or os.path.realpath(path) in {point for point, _ in mounts()}
@@ -77,7 +84,7 @@ def give_name(source: Path, target: Path, *, exclusive: bool) -> bool:
         except FileExistsError:
             return False
         except OSError as error:
-            if error.errno not in _NO_LINK:
+            if error.errno not in NO_LINK:
                 raise
     os.rename(source, target)
     return True

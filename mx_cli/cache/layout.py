@@ -35,7 +35,7 @@ from typing import Any, TypeVar
 
 from mx_cli.base import canonical
 from mx_cli.base.errors import FilesystemRefused, MxError, UsageError
-from mx_cli.base.filesystem import open_regular
+from mx_cli.base.filesystem import nearest, open_regular
 from mx_cli.base.oserrors import explain, in_the_way
 from mx_cli.base.temporary import temporary_in
 from mx_cli.cache import umask
@@ -119,7 +119,7 @@ def refused(error: OSError, what: str, path: Path) -> FilesystemRefused:
     found = explain(error, what)
     if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
         raise found
-    near = next((parent for parent in (path, *path.parents) if os.path.exists(parent)), Path("/"))
+    near = nearest(path)
     info = near.stat()
     mode = stat.S_IMODE(info.st_mode)
     hint = (
@@ -299,8 +299,7 @@ class Cache:
 
         So it is with a root that is still to be made in a volume with an fsGroup: group-writable, and setgid.
         """
-        # os.path.exists: Path.exists raises for a name that is too long.
-        near = next(place for place in (self.root, *self.root.parents) if os.path.exists(place))
+        near = nearest(self.root)
         mode = near.stat().st_mode
         if mode & stat.S_IWGRP and (near == self.root or mode & stat.S_ISGID):
             umask.relax()

@@ -8,7 +8,6 @@ the cache correct; it only saves double work.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import re
@@ -22,13 +21,13 @@ from typing import Any
 
 from mx_cli.base import canonical
 from mx_cli.base.errors import MxError, by_name
+from mx_cli.base.filesystem import NO_LINK
 from mx_cli.base.oserrors import explain
 from mx_cli.base.process import boot_id, is_gone, pid_namespace, start_time
 from mx_cli.base.temporary import is_temporary, temporary_in
 from mx_cli.base.version import VERSION
 from mx_cli.cache.layout import make_dirs, names, number_in, number_of, read_json, seen, write_all, write_private
 
-NO_LINK = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EACCES, errno.EXDEV})
 LOCK_TRIES = 10
 _RECORD = re.compile(r"lock|(?:lead|left|failed|beat|note)\.\d+(?:\.\d+)*")
 

@@ -16,6 +16,8 @@ from typing import Any
 from mx_cli.base import filesystem, units
 from mx_cli.base.capability import FAIL, OK, WARN, Capability, judged
 from mx_cli.base.errors import MxError
+from mx_cli.base.filesystem import nearest
+from mx_cli.base.oserrors import in_the_way
 from mx_cli.cache.layout import Cache
 from mx_cli.cache.reserve import VOLATILE
 from mx_cli.cache.reserve import filesystem as place_of
@@ -32,7 +34,7 @@ def probe(arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     Blocks for as long as the file system does. `root`: the cache; where it is not there, what is above it is tried.
     """
     root = Path(arguments["root"])
-    above = next((parent for parent in (root, *root.parents) if os.path.lexists(parent)), Path("/"))
+    above = nearest(root)
     work = above / f".mx-doctor-{secrets.token_hex(8)}"
     try:
         if refused := _refused(root, work):
@@ -53,6 +55,8 @@ def probe(arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _refused(root: Path, work: Path) -> Capability | None:
     """Makes the directory for probes; why it cannot be."""
+    if why := in_the_way(root):
+        return Capability("cache root", FAIL, f"{root}: {why}", _ELSEWHERE)
     try:
         Cache(root)
         os.mkdir(work, 0o700)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mx_cli.base import memory, units
 from mx_cli.base.errors import FilesystemRefused, NoSpace
-from mx_cli.base.filesystem import IN_MEMORY, mounts
+from mx_cli.base.filesystem import IN_MEMORY, mounts, nearest
 from mx_cli.cache.layout import NO_RENAME, cannot_rename, refused
 
 UNCHOSEN_LIMIT = 1 << 30
@@ -35,7 +35,7 @@ class Filesystem:
 
 def filesystem(path: Path) -> Filesystem:
     """The file system of the nearest existing directory. Does not write."""
-    near = next(parent for parent in (path, *path.parents) if os.path.exists(parent))
+    near = nearest(path)
     info = os.statvfs(near)
     kind = _kind(near)
     free = info.f_bavail * info.f_frsize

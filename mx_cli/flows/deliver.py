@@ -15,7 +15,8 @@ from urllib.parse import unquote_to_bytes
 from mx_cli.base import canonical
 from mx_cli.base.config import Settings, read_path
 from mx_cli.base.errors import FilesystemRefused, UsageError
-from mx_cli.base.oserrors import explain
+from mx_cli.base.filesystem import nearest
+from mx_cli.base.oserrors import explain, in_the_way
 from mx_cli.base.temporary import temporary_in
 from mx_cli.cache.layout import OWN, Cache, Model, make_dirs, ref_file, refused, write_atomic
 from mx_cli.flows.hash import is_local
@@ -76,14 +77,14 @@ def _check_outside(option: str, path: Path, root: Path) -> None:
 
 
 def _check_writable(option: str, directory: Path) -> None:
-    near = next(place for place in (directory, *directory.parents) if os.path.lexists(place))
+    near = nearest(directory)
     number = 0
-    if not os.path.isdir(near):
+    if in_the_way(directory):
         number = errno.ENOTDIR
     elif not os.access(near, os.W_OK | os.X_OK):
         number = errno.EROFS if os.statvfs(near).f_flag & os.ST_RDONLY else errno.EACCES
     if number:
-        raise refused(OSError(number, os.strerror(number)), f"writing to {option} {directory}", near)
+        raise refused(OSError(number, os.strerror(number)), f"writing to {option} {directory}", directory)
 
 
 def _directory_of(model: str) -> Path | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mx_cli.base.errors import Incompatible, NotFound, StillLanding, UsageError
+from mx_cli.base.errors import Incompatible, IntegrityError, NotFound, StillLanding, UsageError
 from mx_cli.engine.buffers import Pool, never_free
 from mx_cli.engine.many import Bell, Many, Member
 from mx_cli.engine.meter import Meter
@@ -21,6 +21,7 @@ from mx_cli.model.digest import FILE_DTYPE
 from mx_cli.model.holding import HOST, Extent, Holding
 from mx_cli.model.manifest import Entry
 from mx_cli.plan.blocks import aligned
+from mx_cli.plan.ranges import Span
 from mx_cli.sinks.host import MemorySink
 from mx_cli.transport.disk import Disk
 from mx_cli.transport.peer import ITEM, PeerSource, piece_size
@@ -204,16 +205,24 @@ def pieces_to_read(holding: Holding, targets: Sequence[Extent], entries: Mapping
     """Pieces that split no block, of one device each."""
     found = []
     host_piece = piece_size(sum(row.length for row in targets))
-    groups: dict[tuple[int, str], list[tuple[int, int]]] = {}
+    groups: dict[tuple[int, str], list[Span]] = {}
     for row in targets:
         groups.setdefault((row.device, row.file), []).append((row.offset, row.end))
     for (device, file), spans in sorted(groups.items()):
-        record = holding.manifest.record(file)
-        assert record is not None, "targets are of the manifest's files"
-        entry = entries.get(file) or holding.entry(record)
         piece = host_piece if device == HOST else ITEM
-        found += [ReadItem(entry, start, end - start) for start, end in aligned(spans, holding.seams(file), piece)]
+        found += read_items(holding, file, entries, aligned(spans, holding.seams(file), piece))
     return found
+
+
+def read_items(holding: Holding, file: str, entries: Mapping[str, Entry], spans: Iterable[Span]) -> list[ReadItem]:
+    """An item for each span of a file: as `entries` list it, else as the holding vouches for it. Raises IntegrityError."""
+    entry = entries.get(file)
+    if entry is None:
+        record = holding.manifest.record(file)
+        if record is None:
+            raise IntegrityError(f"{file}: no such file in the manifest")
+        entry = holding.entry(record)
+    return [ReadItem(entry, start, end - start) for start, end in spans]
 
 
 def disk_member(

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mx_cli.base import units
-from mx_cli.base.errors import IntegrityError, UsageError
+from mx_cli.base.errors import UsageError
 from mx_cli.engine.many import Bell, Member
 from mx_cli.engine.meter import Meter
 from mx_cli.engine.ports import ReadItem
 from mx_cli.flows.context import Context
-from mx_cli.flows.pull_memory import Moved, Put, Shape, carry, place_of, table
+from mx_cli.flows.pull_memory import Moved, Put, Shape, carry, place_of, read_items, table
 from mx_cli.flows.targets import ALIGN, byte_block, check_names
 from mx_cli.model.header import BITS
 from mx_cli.model.holding import Holding
@@ -196,17 +196,10 @@ def _items_for(holding: Holding, rows: Sequence[Rows], sink: RowsSink, entries: 
             groups.setdefault((one.file, one.device), []).append(one)
     found = []
     for (file, _), mine in sorted(groups.items()):
-        record = holding.manifest.record(file)
-        if record is None:
-            raise IntegrityError(f"{file}: no such file in the manifest")
-        entry = entries.get(file) or holding.entry(record)
         blocks = holding.blocks(file)
         spans = aligned(spans_to_read(mine, blocks), blocks, ITEM)
-        found += [
-            ReadItem(entry, start, end - start)
-            for start, end in spans
-            if wanted_within(sink.within(file, start, end), start, end)
-        ]
+        wanted = [span for span in spans if wanted_within(sink.within(file, *span), *span)]
+        found += read_items(holding, file, entries, wanted)
     return found
 
 

@@ -23,7 +23,7 @@ from mx_cli.flows.catalog import Catalog, catalog
 from mx_cli.flows.context import Context
 from mx_cli.flows.cuts import Cut
 from mx_cli.flows.hash import is_local
-from mx_cli.flows.pull_memory import carry, place_of
+from mx_cli.flows.pull_memory import carry, place_of, read_items
 from mx_cli.flows.pull_tensors import own_tensors
 from mx_cli.flows.ranks import Memory, chosen, own_memory, rows_of, twins_of
 from mx_cli.flows.targets import Layout
@@ -224,13 +224,10 @@ def pieces_for(found: Catalog, targets: Sequence[Extent], ranks: int) -> list[Re
     even = sum(row.length for row in targets) // (ranks * PIECES)
     pieces = []
     for file in sorted(spans):
-        record = found.holding.manifest.record(file)
-        assert record is not None, "targets are of the manifest's files"
-        entry = found.entries.get(file) or found.holding.entry(record)
         blocks = found.holding.blocks(file)
         least = BLOCK if blocks else LEAST_PIECE
         piece = max(least, min(ITEM, even // LEAST_PIECE * LEAST_PIECE))
-        pieces += [ReadItem(entry, start, end - start) for start, end in aligned(spans[file], blocks, piece)]
+        pieces += read_items(found.holding, file, found.entries, aligned(spans[file], blocks, piece))
     return pieces
 
 

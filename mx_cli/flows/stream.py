@@ -16,14 +16,13 @@ from mx_cli.base.threads import begin
 from mx_cli.engine.buffers import Pool
 from mx_cli.engine.many import Bell, Many, Member
 from mx_cli.engine.meter import Meter
-from mx_cli.engine.ports import ReadItem
 from mx_cli.engine.run import Limits, Transfer, cores
 from mx_cli.flows.bounds import BESIDE, CONNECTION, memory_limit
 from mx_cli.flows.catalog import Catalog, catalog, member
 from mx_cli.flows.context import Context
 from mx_cli.flows.from_python import device_number, model_text, process_context, require_torch
 from mx_cli.flows.load import chosen_tensors
-from mx_cli.flows.pull_memory import close, locked
+from mx_cli.flows.pull_memory import close, locked, read_items
 from mx_cli.model.holding import HOST, Tensor
 from mx_cli.plan.blocks import aligned
 from mx_cli.sinks.ring import ALIGN, Buffers, Group, Ring, RingSink, Room
@@ -217,11 +216,8 @@ def _read(
     settings = context.settings
     items = []
     for group in groups:
-        record = found.holding.manifest.record(group.file)
-        assert record is not None, "groups are of the manifest's files"
-        entry = found.entries.get(group.file) or found.holding.entry(record)
         spans = aligned([(group.start, group.end)], found.holding.blocks(group.file), ITEM)
-        items += [ReadItem(entry, start, end - start) for start, end in spans]
+        items += read_items(found.holding, group.file, found.entries, spans)
     most = max(1, min(source.caps.max_in_flight, settings.max_connections, beside // CONNECTION))
     limits = Limits(settings.retry_for, settings.stall_timeout, min(most, 4 * cores()), most, in_order=True)
     gate = context.gates[source.caps.host]

@@ -26,7 +26,7 @@ from typing import Protocol
 
 from mx_cli.base import filesystem
 from mx_cli.base.errors import MissingCapability, MxError, StillLanding, TransportFailed
-from mx_cli.engine.buffers import Pool, at_address, never_free
+from mx_cli.engine.buffers import never_free
 from mx_cli.engine.ports import Memory, ReadItem
 from mx_cli.engine.threads import Flight
 from mx_cli.transport import cuda, nixl_env
@@ -54,20 +54,6 @@ class Landing(Protocol):
 
     def peek(self, address: int, length: int) -> bytes:
         """What stands in a buffer."""
-
-
-class OnHost:
-    """Buffers of host memory."""
-
-    def __init__(self, count: int) -> None:
-        self._pool = Pool(count * BUFFER)
-        self.addresses = [self._pool.address + index * BUFFER for index in range(count)]
-
-    def copy(self, source: int, target: int, length: int) -> None:
-        at_address(target, length)[:] = at_address(source, length)
-
-    def peek(self, address: int, length: int) -> bytes:
-        return bytes(at_address(address, length))
 
 
 class OnGpu:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from mx_cli.base.errors import OriginChanged, StillLanding, TransportFailed
+from mx_cli.engine.buffers import Pool, at_address
 from mx_cli.engine.many import Bell, Member
 from mx_cli.flows.catalog import catalog
 from mx_cli.flows.from_python import process_context
@@ -20,7 +21,7 @@ from mx_cli.flows.pull_tensors import own_tensors
 from mx_cli.model.holding import HOST
 from mx_cli.transport import gds
 from mx_cli.transport.disk import BLOCK, Disk
-from mx_cli.transport.gds import BUFFER, Gds, OnHost
+from mx_cli.transport.gds import BUFFER, Gds
 from mx_cli.transport.nixl_files import GDS, POSIX, FileAgent
 from mx_cli.transport.peer import PeerSource
 from tests.support import capability, make_safetensors
@@ -44,6 +45,20 @@ class Agent(FileAgent):
         if self.fails and len(self.reads) > self.fails[0]:
             raise self.fails[1]
         super().read(fd, at, address, length, given_up)
+
+
+class OnHost:
+    """Buffers of host memory; see `gds.Landing`."""
+
+    def __init__(self, count: int) -> None:
+        self._pool = Pool(count * BUFFER)
+        self.addresses = [self._pool.address + index * BUFFER for index in range(count)]
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        at_address(target, length)[:] = at_address(source, length)
+
+    def peek(self, address: int, length: int) -> bytes:
+        return bytes(at_address(address, length))
 
 
 class Loading:
