@@ -9,10 +9,11 @@ from typing import Any
 
 from mx_cli.base.errors import UsageError
 from mx_cli.engine import route
-from mx_cli.flows.from_python import device_number, model_text, process_context, require_torch
+from mx_cli.flows.from_python import device_number, model_text, process_context
 from mx_cli.flows.hash import is_local
 from mx_cli.flows.new_model import Allow, Maker, NewModel
 from mx_cli.flows.pull_tensors import IntoMemory, request_of
+from mx_cli.sinks.torch_tensors import require_torch
 from mx_cli.transport.on_gpu import copy_to
 
 

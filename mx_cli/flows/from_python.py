@@ -9,7 +9,7 @@ from typing import Any
 
 from mx_cli.base.cancel import Stop
 from mx_cli.base.config import FIELDS, resolve
-from mx_cli.base.errors import MissingCapability, UsageError
+from mx_cli.base.errors import UsageError
 from mx_cli.base.events import Event
 from mx_cli.flows.context import Context
 from mx_cli.model.holding import HOST
@@ -48,11 +48,3 @@ def device_number(device: Any) -> int:
     if kind == "cuda" and (not number or number.isdecimal()):
         return int(number or 0)
     raise UsageError(f"not a device: {text!r}", hint="cpu, cuda or cuda:N")
-
-
-def require_torch() -> None:
-    """Raises MissingCapability without torch."""
-    try:
-        import torch  # noqa: F401
-    except ImportError:
-        raise MissingCapability("the package torch is missing", hint="pip install 'mx-cli[peer]'") from None

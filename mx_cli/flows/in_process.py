@@ -12,13 +12,14 @@ from mx_cli.base.errors import UsageError
 from mx_cli.flows.context import Context, is_immutable
 from mx_cli.flows.cuts import cut_of
 from mx_cli.flows.described import Described, Named, describe_holding
-from mx_cli.flows.from_python import process_context, require_torch
+from mx_cli.flows.from_python import process_context
 from mx_cli.flows.open_memory import network, new_agent, opened
 from mx_cli.flows.serving import Offer, Serving
 from mx_cli.model import hf_config
 from mx_cli.model import layout as model_layout
 from mx_cli.model.holding import HOST, Extent
 from mx_cli.plan.ranges import merge_regions
+from mx_cli.sinks.torch_tensors import require_torch
 from mx_cli.transport.held import CopyOut, InMemory
 from mx_cli.transport.nixl import Agent
 from mx_cli.transport.nixl_env import RDMA_DEVICES

@@ -11,13 +11,14 @@ from mx_cli.engine.many import Bell
 from mx_cli.flows.catalog import Catalog, found_config, member, with_catalog
 from mx_cli.flows.context import Context
 from mx_cli.flows.cuts import cut_of
-from mx_cli.flows.from_python import device_number, model_text, process_context, require_torch
+from mx_cli.flows.from_python import device_number, model_text, process_context
 from mx_cli.flows.mapped import mapped_tensors
 from mx_cli.flows.pull_memory import move
 from mx_cli.flows.pull_tensors import own_tensors
 from mx_cli.flows.ranks import bring, chosen, own_memory, rows_of, twins_of
 from mx_cli.flows.targets import check_names
 from mx_cli.model.holding import HOST, Tensor
+from mx_cli.sinks.torch_tensors import require_torch
 from mx_cli.sources.registry import OpenOrigin
 from mx_cli.transport.on_gpu import copy_to
 

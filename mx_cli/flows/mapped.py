@@ -20,6 +20,7 @@ from mx_cli.engine.together import side_by_side
 from mx_cli.flows.catalog import Catalog
 from mx_cli.model.checks import Check
 from mx_cli.model.holding import Holding, Tensor
+from mx_cli.sinks.torch_tensors import alignment, bytes_of, tensor_of
 
 WHOLE = 0.99
 """The part of a file that is in the page cache when it counts as being there."""
@@ -32,8 +33,6 @@ def mapped_tensors(found: Catalog, chosen: Sequence[Tensor], stop: Stop) -> dict
     this is for files that nobody writes to. Where digests are known they are compared. Blocks for that long. Raises
     IntegrityError, OriginChanged.
     """
-    from mx_cli.sinks.torch_tensors import alignment, bytes_of, tensor_of
-
     assert found.directory is not None, "a catalog of files on this machine"
     tensors: dict[str, Any] = {}
     for file, inside in itertools.groupby(chosen, key=lambda tensor: tensor.file):

@@ -14,7 +14,7 @@ from mx_cli.engine.route import Attempt, Taken
 from mx_cli.flows.catalog import Catalog, member, with_catalog
 from mx_cli.flows.context import Context
 from mx_cli.flows.data_path import Wish
-from mx_cli.flows.from_python import device_number, model_text, process_context, require_torch
+from mx_cli.flows.from_python import device_number, model_text, process_context
 from mx_cli.flows.holdings import local_holding
 from mx_cli.flows.parts import named_as_in, named_by_part
 from mx_cli.flows.peering import Peering
@@ -33,6 +33,7 @@ from mx_cli.flows.targets import (
 from mx_cli.model.holding import Extent, Holding, joined
 from mx_cli.model.manifest import Entry
 from mx_cli.plan.ranges import merge_regions
+from mx_cli.sinks.torch_tensors import describe, refuse_read_only, require_torch, tensor_of
 from mx_cli.sources.registry import OpenOrigin
 from mx_cli.transport.on_gpu import copy_to
 
@@ -211,10 +212,8 @@ def pull_into(
     the target must not be used.
     """
     require_torch()
-    from mx_cli.sinks import torch_tensors
-
-    described = torch_tensors.describe(target, all_buffers=all_buffers, pack=False)
-    torch_tensors.refuse_read_only(described)
+    described = describe(target, all_buffers=all_buffers, pack=False)
+    refuse_read_only(described)
     context = process_context(settings)
     request = request_of(model, revision, origin, peers, path, require, routes)
     if rank is not None:
@@ -286,8 +285,6 @@ def own_tensors(
 
     `fresh`: see Pool.
     """
-    from mx_cli.sinks import torch_tensors
-
     every = table(holding)
     check_names(names, every.keys())
     chosen = sorted(every if names is None else names)
@@ -304,6 +301,6 @@ def own_tensors(
 
     def finish() -> None:
         for name in chosen:
-            tensors[name] = torch_tensors.tensor_of(block, offsets.get(name, 0), *every[name])
+            tensors[name] = tensor_of(block, offsets.get(name, 0), *every[name])
 
     return Layout(joined(targets), chosen, finish, block=block, own=True)

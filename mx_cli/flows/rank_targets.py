@@ -10,7 +10,7 @@ from mx_cli.flows.pull_memory import Shape, compare_tables
 from mx_cli.flows.ranks import Memory, Place, own_memory
 from mx_cli.flows.targets import ALIGN, byte_block, check_names, torn
 from mx_cli.model.share import Share
-from mx_cli.sinks.torch_tensors import Described
+from mx_cli.sinks.torch_tensors import Described, copy_all, reach, tensor_of
 
 Choose = Callable[[Mapping[str, Shape]], Sequence[str]]
 """The names to bring, of a table of the rank's own tensors. Raises Incompatible, UsageError."""
@@ -56,19 +56,12 @@ def _distinct(described: Sequence[Described], twins: Mapping[str, str]) -> list[
             raise torn(first.name, one.name)
     found = sorted(kept.values(), key=lambda one: (one.device, one.tensor.data_ptr()))
     for before, after in itertools.pairwise(one for one in found if one.size):
-        if before.device == after.device and after.tensor.data_ptr() < _reach(before):
+        if before.device == after.device and after.tensor.data_ptr() < before.tensor.data_ptr() + reach(before.tensor):
             raise torn(before.name, after.name)
     return found
 
 
-def _reach(one: Described) -> int:
-    steps = zip(one.tensor.shape, one.tensor.stride(), strict=True)
-    return int(one.tensor.data_ptr() + (1 + sum((size - 1) * step for size, step in steps)) * one.tensor.element_size())
-
-
 def _target(described: Sequence[Described]) -> Memory:
-    from mx_cli.sinks.torch_tensors import tensor_of
-
     places = {one.name: Place(one.address, one.device) for one in described if not one.packed}
     regions = [(one.address, one.size, one.device) for one in described if not one.packed and one.size]
     copies: list[tuple[Described, Any]] = []
@@ -82,12 +75,7 @@ def _target(described: Sequence[Described]) -> Memory:
             copies.append((one, tensor_of(block, at, one.dtype, one.shape)))
 
     def finish() -> dict[str, Any]:
-        import torch
-
-        # Tensors made in inference mode accept changes only there.
-        with torch.inference_mode():
-            for one, bytes_there in copies:
-                one.tensor.copy_(bytes_there)
+        copy_all(copies)
         return {}
 
     return Memory(places, regions, finish, described)

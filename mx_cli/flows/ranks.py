@@ -24,6 +24,7 @@ from mx_cli.plan.boxes import overlap
 from mx_cli.plan.rows import COPY_ALONG, READ_ALONG, Rows, spans_to_read, wanted_within
 from mx_cli.sinks.part_files import PartFilesSink
 from mx_cli.sinks.rows import RowsSink
+from mx_cli.sinks.torch_tensors import tensor_of
 from mx_cli.transport.peer import ITEM
 
 
@@ -74,8 +75,6 @@ def own_memory(
 
     Raises NoSpace, UsageError for a split in the middle of a byte.
     """
-    from mx_cli.sinks import torch_tensors
-
     offsets: dict[str, int] = {}
     size = 0
     for name in shares:
@@ -88,7 +87,7 @@ def own_memory(
 
     def tensors() -> dict[str, Any]:
         return {
-            name: torch_tensors.tensor_of(block, offsets[twins.get(name, name)], shapes[name][0], share.local_shape)
+            name: tensor_of(block, offsets[twins.get(name, name)], shapes[name][0], share.local_shape)
             for name, share in shares.items()
         }
 

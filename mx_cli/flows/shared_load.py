@@ -36,6 +36,7 @@ from mx_cli.plan.rows import READ_ALONG, Rows
 from mx_cli.sinks.portions import PortionSink, RingOfPieces
 from mx_cli.sinks.rows import RowsSink, pick
 from mx_cli.sources.registry import OpenOrigin
+from mx_cli.transport import cuda
 from mx_cli.transport.collective import BUCKET, Collective
 from mx_cli.transport.on_gpu import copy_to
 from mx_cli.transport.peer import ITEM
@@ -194,9 +195,7 @@ class SharedLoad:
                 self._ranks.broadcast(pieces)
             self._ranks.agree(task.done)
         if self._device >= 0:
-            import torch
-
-            torch.cuda.synchronize(self._device)
+            cuda.synchronize(self._device)
 
     def _read(
         self,

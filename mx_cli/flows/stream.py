@@ -20,13 +20,14 @@ from mx_cli.engine.run import Limits, Transfer, cores
 from mx_cli.flows.bounds import BESIDE, CONNECTION, memory_limit
 from mx_cli.flows.catalog import Catalog, catalog, member
 from mx_cli.flows.context import Context
-from mx_cli.flows.from_python import device_number, model_text, process_context, require_torch
+from mx_cli.flows.from_python import device_number, model_text, process_context
 from mx_cli.flows.load import chosen_tensors
 from mx_cli.flows.pull_memory import close, locked, read_items
 from mx_cli.model.holding import HOST, Tensor
 from mx_cli.plan.blocks import aligned
 from mx_cli.sinks.ring import ALIGN, Buffers, Group, Ring, RingSink, Room
-from mx_cli.transport.on_gpu import copy_to
+from mx_cli.sinks.torch_tensors import alignment, bytes_of, empty_of, require_torch, tensor_of
+from mx_cli.transport.on_gpu import copy_to, finish
 from mx_cli.transport.peer import ITEM
 
 JOIN = 10.0
@@ -247,31 +248,22 @@ class _HandOut:
         self._bytes: Any = None
 
     def begin(self, group: Group, buffer: Any) -> None:
-        from mx_cli.sinks.torch_tensors import bytes_of
-
         self._group = group
         self._bytes = bytes_of(buffer) if self._device == HOST or isinstance(buffer, memoryview) else buffer
 
     def end(self) -> None:
         """From here on the bytes are only held by those who took tensors; where they lay, others may land."""
         if self._bytes is not None and self._bytes.is_cuda:
-            import torch
-
-            torch.cuda.current_stream(self._device).synchronize()
+            finish(self._device)
         self._group = self._bytes = None
 
     def tensor(self, tensor: Tensor) -> Any:
-        import torch
-
-        from mx_cli.sinks.torch_tensors import alignment, tensor_of
-
-        device = "cpu" if self._device == HOST else f"cuda:{self._device}"
         if self._group is None or tensor.size == 0:
-            return tensor_of(torch.empty(0, dtype=torch.uint8, device=device), 0, tensor.dtype, tensor.shape)
+            return empty_of(tensor.dtype, tensor.shape, self._device)
         at = tensor.start - self._group.start
         piece = self._bytes[at : at + tensor.size]
         if self._device != HOST and not piece.is_cuda:
-            piece = piece.to(device)
+            piece = piece.to(f"cuda:{self._device}")
         elif not _suits(piece, alignment(tensor.dtype)) or (self._owned and self._passes(tensor, self._group)):
             piece = piece.clone()
         return tensor_of(piece, 0, tensor.dtype, tensor.shape)

@@ -1,7 +1,4 @@
-"""Tensors that are there already as the target of a pull: which bytes go straight to them, and which by a copy.
-
-torch is imported inside the functions, as in `sinks.torch_tensors`.
-"""
+"""Tensors that are there already as the target of a pull: which bytes go straight to them, and which by a copy."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from mx_cli.engine.buffers import Pool
 from mx_cli.flows.pull_memory import place_of
 from mx_cli.model.holding import HOST, Extent, Holding
 from mx_cli.plan.shared import Piece, Wanted, pieces
-from mx_cli.sinks.torch_tensors import Described, alignment, reach
+from mx_cli.sinks.torch_tensors import Described, alignment, bytes_of, copy_all, holds, reach, tensor_of
 
 ALIGN = 64
 PAGE = 4096
@@ -93,8 +90,11 @@ def layout_of(holding: Holding, described: Sequence[Described]) -> Layout:
         copies += _through_copies(mine, by_name, device, extents)
 
     def finish() -> None:
-        _copy(copies)
-        _check([pair for pair in copies if pair[0].name in entangled])
+        copy_all(copies)
+        for one, expected in copies:
+            # A later copy has changed an earlier one.
+            if one.name in entangled and not holds(one.tensor, expected):
+                raise torn(one.name, "others")
 
     return Layout([extent for extent, _ in extents], [one.name for one in described], finish)
 
@@ -165,8 +165,6 @@ def _through_copies(
     indirect: Sequence[Piece], by_name: Mapping[str, Described], device: int, extents: list[tuple[Extent, str]]
 ) -> list[tuple[Described, Any]]:
     """Memory for pieces that cannot go straight, and what to copy to which tensor afterwards."""
-    from mx_cli.sinks.torch_tensors import tensor_of
-
     offsets, size = packed(indirect)
     block = byte_block(device, size)
     copies = []
@@ -206,28 +204,7 @@ def byte_block(device: int, size: int, *, fresh: bool = False) -> Any:
         from mx_cli.transport.on_gpu import allocate
 
         return allocate(device, size)
-    from mx_cli.sinks.torch_tensors import bytes_of
-
     pool = Pool(max(size, 1), fresh=fresh)
     if fresh:
         pool.touch_ahead()
     return bytes_of(pool.view)
-
-
-def _copy(copies: Iterable[tuple[Described, Any]]) -> None:
-    import torch
-
-    # Tensors made in inference mode accept changes only there.
-    with torch.inference_mode():
-        for one, bytes_there in copies:
-            one.tensor.copy_(bytes_there)
-
-
-def _check(copies: Iterable[tuple[Described, Any]]) -> None:
-    """Raises Incompatible where a later copy has changed an earlier one."""
-    import torch
-
-    for one, expected in copies:
-        here = one.tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
-        if not torch.equal(here.view(torch.uint8), expected.to(here.dtype).reshape(-1).view(torch.uint8)):
-            raise torn(one.name, "others")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mx_cli.base import memory
-from mx_cli.base.errors import UsageError
+from mx_cli.base.errors import MissingCapability, UsageError
 from mx_cli.model.header import BITS
 from mx_cli.model.holding import HOST, size_of
 from mx_cli.model.synthetic import METADATA
@@ -26,6 +26,14 @@ _DTYPES = {
 """torch's names -> those of safetensors. An element of float4_e2m1fn_x2 is two of F4."""
 
 PARAMETER, BUFFER = "parameter", "buffer"
+
+
+def require_torch() -> None:
+    """Raises MissingCapability without torch."""
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        raise MissingCapability("the package torch is missing", hint="pip install 'mx-cli[peer]'") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +248,32 @@ def tensor_of(block: Any, offset: int, dtype: str, shape: tuple[int, ...]) -> An
     flat = piece.view(known)
     # Most tensors are vectors, and a view costs more than all the rest.
     return flat if len(shape) == 1 else flat.view(shape)
+
+
+def empty_of(dtype: str, shape: tuple[int, ...], device: int) -> Any:
+    """A tensor without elements."""
+    import torch
+
+    where = "cpu" if device == HOST else f"cuda:{device}"
+    return tensor_of(torch.empty(0, dtype=torch.uint8, device=where), 0, dtype, shape)
+
+
+def copy_all(copies: Iterable[tuple[Described, Any]]) -> None:
+    """Fill each tensor with the values of the one beside it."""
+    import torch
+
+    # Tensors made in inference mode accept changes only there.
+    with torch.inference_mode():
+        for one, source in copies:
+            one.tensor.copy_(source)
+
+
+def holds(tensor: Any, values: Any) -> bool:
+    """Whether a tensor has these very values, bit by bit, in its own dtype."""
+    import torch
+
+    here = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return torch.equal(here.view(torch.uint8), values.to(here.dtype).reshape(-1).view(torch.uint8))
 
 
 def alignment(dtype: str) -> int:

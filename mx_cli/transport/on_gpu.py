@@ -63,6 +63,13 @@ def copy_in(block: Any, offset: int, view: memoryview) -> None:
     torch.cuda.synchronize(block.device)
 
 
+def finish(index: int) -> None:
+    """Blocks until what this thread has asked of GPU `index` is done."""
+    import torch
+
+    torch.cuda.current_stream(index).synchronize()
+
+
 class _Bytes:
     """GPU memory by its address, as the CUDA array interface (version 3) describes it."""
 
