@@ -21,8 +21,8 @@ from mx_cli.transport.session import Grant, Session
 PATHS = ("auto", "nixl-read", "socket")
 REQUIREMENTS = ("rdma", "encrypted")
 LEAST_SOCKETS, MOST_SOCKETS = 2, 8
-MOST_LANES = 4
-WORTH_A_LANE = 512 << 20
+MOST_AGENTS = 4
+WORTH_AN_AGENT = 512 << 20
 """Bytes of a peer from which another agent (50 ms) saves more time than it takes."""
 PROBE_TIMEOUT = 5.0
 
@@ -88,14 +88,14 @@ def sockets() -> int:
     return max(LEAST_SOCKETS, min(MOST_SOCKETS, cores()))
 
 
-def lanes() -> int:
+def agents_at_once() -> int:
     """Agents that read at once, where the kernel copies."""
-    return min(MOST_LANES, cores())
+    return min(MOST_AGENTS, cores())
 
 
 def reads() -> int:
     """READs at once, of one peer, at most: while some are made, what has landed is verified."""
-    return lanes() + 1
+    return agents_at_once() + 1
 
 
 def _why_not_nixl(session: Session, grant: Grant, facts: Mapping[str, Any], wish: Wish) -> str:
@@ -157,7 +157,7 @@ def _nixl(
         if found.emulated and wish.path != "nixl-read":
             raise TransportFailed(f"READs are emulated ({found.path}): they can end the source")
         if found.copied_by_kernel:
-            path.use_lanes([make() for _ in range(1, lanes() if path.size >= WORTH_A_LANE else 1)])
+            path.use_agents([make() for _ in range(1, agents_at_once() if path.size >= WORTH_AN_AGENT else 1)])
     except BaseException:
         path.close()
         raise

@@ -142,7 +142,7 @@ class NixlRead:
     """Path `nixl-read`: READs out of the peer's memory, by agents of this path's own.
 
     Closing destroys the agents, which is the barrier. `regions`: own memory that bytes will land in, (address, length,
-    device). One agent has `window` reads on their way at once; where the kernel copies (`use_lanes`) each makes one step of a
+    device). One agent has `window` reads on their way at once; where the kernel copies (`use_agents`) each makes one step of a
     read at a time.
     """
 
@@ -174,7 +174,7 @@ class NixlRead:
         """The bytes that the peer has."""
         return self._extents.size
 
-    def use_lanes(self, agents: Sequence[Agent]) -> None:
+    def use_agents(self, agents: Sequence[Agent]) -> None:
         """The kernel copies, within one host: each agent, the first one and these, copies a step at a time from now on.
 
         Before the first `bring`. The kernel copies in `post`: two copies of one agent would wait for each other, those of two

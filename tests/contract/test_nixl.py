@@ -790,12 +790,12 @@ def test_gpu_memory_is_read() -> None:
         agent.destroy()
 
 
-class Lanes:
+class SideBySide:
     """A path by three agents to all of a source, a MiB at a time, into memory of its own."""
 
     def __init__(self, peer: Source, network: Network) -> None:
         self.size = peer.size
-        self.agents = [Agent(fresh("lane"), network) for _ in range(3)]
+        self.agents = [Agent(fresh("one-of-several"), network) for _ in range(3)]
         self.pool = Pool(peer.size)
         capability = {
             "name": peer.name,
@@ -805,7 +805,7 @@ class Lanes:
         }
         self.path = NixlRead(self.agents[0], capability, [(self.pool.address, peer.size, -1)], 4)
         assert self.path.size == peer.size
-        self.path.use_lanes(self.agents[1:])
+        self.path.use_agents(self.agents[1:])
 
     def bring(self, at: int) -> int:
         item = ReadItem(Entry("f", self.size), at, MIB)
@@ -820,44 +820,44 @@ class Lanes:
         assert bytes(self.pool.view[: self.size]) == bytes([7]) * self.size
 
 
-def test_lanes_copy_side_by_side_and_end_together() -> None:
+def test_agents_copy_side_by_side_and_end_together() -> None:
     with source(fresh("source"), size=8 * MIB) as peer:
-        lanes = Lanes(peer, Network())
-        lanes.bring_all()
-        lanes.path.close()
-        for agent in lanes.agents:
+        side = SideBySide(peer, Network())
+        side.bring_all()
+        side.path.close()
+        for agent in side.agents:
             with pytest.raises(TransportFailed, match="destroyed"):
                 agent.blob()
         with pytest.raises(TransportFailed, match="given up"):
-            lanes.bring(0)
+            side.bring(0)
 
 
 @pytest.mark.parametrize("free", [1, 2])
-def test_lanes_that_cannot_be_had_are_left_out(free: int) -> None:
+def test_agents_that_cannot_be_had_are_left_out(free: int) -> None:
     with source(fresh("source"), size=8 * MIB) as peer, few_ports(free) as ports:
-        lanes = Lanes(peer, Network(loopback=True, data_ports=ports))
-        lanes.bring_all()
-        lanes.path.close()
+        side = SideBySide(peer, Network(loopback=True, data_ports=ports))
+        side.bring_all()
+        side.path.close()
 
 
-def test_lanes_whose_source_is_killed_end(target: Callable[..., Target]) -> None:
+def test_agents_whose_source_is_killed_end(target: Callable[..., Target]) -> None:
     with source(fresh("source"), size=8 * MIB) as peer:
-        lanes = Lanes(peer, Network())
-        lanes.bring_all()
+        side = SideBySide(peer, Network())
+        side.bring_all()
         peer.kill()
         for at in range(3):
             with pytest.raises(TransportFailed):
-                lanes.bring(at * MIB)
-        lanes.path.close()
+                side.bring(at * MIB)
+        side.path.close()
 
 
-def test_a_lane_that_is_blocked_keeps_no_other_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_that_is_blocked_keeps_no_other_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl, "LIMIT", 0.1)
     with source(fresh("source"), size=MIB) as peer:
-        lanes = Lanes(peer, Network())
+        side = SideBySide(peer, Network())
         # As by a call that does not come back.
-        with lanes.agents[0]._lock, lanes.agents[1]._lock, pytest.raises(StillLanding, match="blocked"):
-            lanes.path.close()
+        with side.agents[0]._lock, side.agents[1]._lock, pytest.raises(StillLanding, match="blocked"):
+            side.path.close()
         with pytest.raises(TransportFailed, match="destroyed"):
-            lanes.agents[2].blob()
-        lanes.path.close()
+            side.agents[2].blob()
+        side.path.close()
