@@ -186,6 +186,7 @@ class Settings:
     term: str = _set("", _text, "", "kind of terminal", also=("TERM",))
     home: Path | None = _set("", read_path, None, "home directory", also=("HOME",))
     xdg_cache_home: Path | None = _set("", read_path, None, "where caches live", also=("XDG_CACHE_HOME",))
+    xdg_runtime_dir: str | None = _set("", _text, None, "what the user's processes share", also=("XDG_RUNTIME_DIR",))
     hf_home: Path | None = _set("", read_path, None, "home of Hugging Face tools", also=("HF_HOME",))
     hf_hub_cache: Path | None = _set("", read_path, None, "hub cache of Hugging Face tools", also=("HF_HUB_CACHE",))
     hf_endpoint: str = _set("", _text, "https://huggingface.co", "the hub", also=("HF_ENDPOINT",))

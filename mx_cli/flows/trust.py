@@ -75,5 +75,5 @@ def offered(context: Context, address: str) -> list[bytes]:
 
 
 def _own(context: Context) -> Path:
-    runtime = context.environ.get("XDG_RUNTIME_DIR", "")
+    runtime = context.settings.xdg_runtime_dir or ""
     return runtime_secret(Path(runtime) if os.path.isabs(runtime) else None)
