@@ -14,7 +14,7 @@ SHOWN = 3
 def refuse_empty(module: Any) -> None:
     """Raises Incompatible for tensors without elements or without bytes: their weights are somewhere else."""
     try:
-        described = describe(module, pack=False)
+        described = describe(module, copy=False)
     except UsageError as error:
         raise Incompatible(error.what, hint=error.hint) from None
     empty = [one.name for one in described if not one.size]

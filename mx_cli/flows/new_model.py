@@ -115,7 +115,7 @@ class NewModel:
         here = [
             dataclasses.replace(one, name=part.prefix + one.name)
             for part in direct
-            for one in describe(self._made[part.name], pack=False)
+            for one in describe(self._made[part.name], copy=False)
         ]
         twins = filled_by_twins(here, there)
         described = [_as_offered(one, there) for one in here]
@@ -159,7 +159,7 @@ def _as_offered(one: Described, offered: Mapping[str, Shape]) -> Described:
     dtype, shape = offered.get(one.name, (one.dtype, one.shape))
     if dtype == one.dtype or shape != one.shape or not {dtype, one.dtype} <= FLOATS:
         return one
-    return dataclasses.replace(one, dtype=dtype, address=0, size=size_of(dtype, shape), packed=True)
+    return dataclasses.replace(one, dtype=dtype, address=0, size=size_of(dtype, shape), scattered=True)
 
 
 def _refuse_meta(module: Any) -> None:

@@ -26,8 +26,8 @@ from mx_cli.flows.targets import (
     check_begun,
     check_names,
     filled_by_twins,
+    in_one_block,
     layout_of,
-    packed,
     pieces_of,
 )
 from mx_cli.model.holding import Extent, Holding, joined
@@ -212,7 +212,7 @@ def pull_into(
     the target must not be used.
     """
     require_torch()
-    described = describe(target, all_buffers=all_buffers, pack=False)
+    described = describe(target, all_buffers=all_buffers, copy=False)
     refuse_read_only(described)
     context = process_context(settings)
     request = request_of(model, revision, origin, peers, path, require, routes)
@@ -289,7 +289,7 @@ def own_tensors(
     check_names(names, every.keys())
     chosen = sorted(every if names is None else names)
     wanted = pieces_of(holding, {name: every[name][0] for name in chosen})
-    starts, size = packed(wanted)
+    starts, size = in_one_block(wanted)
     block = byte_block(device, size, fresh=fresh)
     base = block.data_ptr()
     targets = [

@@ -62,11 +62,11 @@ def _distinct(described: Sequence[Described], twins: Mapping[str, str]) -> list[
 
 
 def _target(described: Sequence[Described]) -> Memory:
-    places = {one.name: Place(one.address, one.device) for one in described if not one.packed}
-    regions = [(one.address, one.size, one.device) for one in described if not one.packed and one.size]
+    places = {one.name: Place(one.address, one.device) for one in described if not one.scattered}
+    regions = [(one.address, one.size, one.device) for one in described if not one.scattered and one.size]
     copies: list[tuple[Described, Any]] = []
-    for device in sorted({one.device for one in described if one.packed}):
-        scattered = [one for one in described if one.packed and one.device == device]
+    for device in sorted({one.device for one in described if one.scattered}):
+        scattered = [one for one in described if one.scattered and one.device == device]
         ends = list(itertools.accumulate((-(-one.size // ALIGN) * ALIGN for one in scattered), initial=0))
         block = byte_block(device, ends[-1])
         regions.append((block.data_ptr(), ends[-1], device))

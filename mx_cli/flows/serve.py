@@ -156,7 +156,7 @@ def _in_pool(directory: Path, holding: Holding, serving: Serving, context: Conte
     """All files in one run of huge pages, one extent each."""
     # Before the weights are read: it says what is wrong with the network's options.
     agent = new_agent(serving.generation, network(context, serving.address), context)
-    extents, size = _packed(holding, HOST)
+    extents, size = _in_one_block(holding, HOST)
     pool = Pool(size)
     extents = [extent._replace(address=pool.address + extent.address) for extent in extents]
 
@@ -172,7 +172,7 @@ def _on_gpu(index: int, directory: Path, holding: Holding, serving: Serving, con
     """All files in one block of the GPU's memory, one extent each."""
     from mx_cli.transport import cuda, on_gpu
 
-    extents, size = _packed(holding, index)
+    extents, size = _in_one_block(holding, index)
     block = on_gpu.allocate(index, size)
     start = block.data_ptr()
     extents = [extent._replace(address=start + extent.address) for extent in extents]
@@ -183,7 +183,7 @@ def _on_gpu(index: int, directory: Path, holding: Holding, serving: Serving, con
     return InMemory(f"cuda:{index}", extents, block, agent, on_gpu.copy_out(index))
 
 
-def _packed(holding: Holding, device: int) -> tuple[list[Extent], int]:
+def _in_one_block(holding: Holding, device: int) -> tuple[list[Extent], int]:
     """The files one after the other, each on a page of its own; addresses count from 0. And the bytes in all."""
     extents: list[Extent] = []
     size = 0
@@ -195,7 +195,7 @@ def _packed(holding: Holding, device: int) -> tuple[list[Extent], int]:
 
 def _load(directory: Path, holding: Holding, place: Callable[[int, memoryview], None], context: Context) -> None:
     """Read every file once into its place, and compare it with the manifest. Raises IntegrityError."""
-    for extent in _packed(holding, HOST)[0]:
+    for extent in _in_one_block(holding, HOST)[0]:
         record = holding.manifest.record(extent.file)
         whole, at = WholeDigest(), extent.address
 

@@ -149,13 +149,13 @@ class SharedLoad:
             self._ranks.agree(task.done)
             found, self._origin = task.result()
             opened.callback(self._origin.close)
-            self._ranks.share(_packed(found), 0)
+            self._ranks.share(_as_bytes(found), 0)
             return lambda: found
         self._ranks.agree(lambda seconds: True)
         data = self._ranks.share(b"", 0)
 
         def open_here() -> Catalog:
-            holding, entries = _unpacked(data)
+            holding, entries = _from_bytes(data)
             self._origin = self._context.origin(model)
             opened.callback(self._origin.close)
             if not is_local(model):
@@ -315,13 +315,13 @@ def _once(work: Callable[[float], bool]) -> Callable[[float], bool]:
     return once
 
 
-def _packed(found: Catalog) -> bytes:
+def _as_bytes(found: Catalog) -> bytes:
     entries = {path: dataclasses.astuple(entry) for path, entry in found.entries.items()}
     holding = {"manifest": found.holding.manifest.to_json(), "starts": dict(found.holding.starts)}
     return json.dumps({**holding, "entries": entries}, ensure_ascii=False).encode("utf-8", "surrogateescape")
 
 
-def _unpacked(data: bytes) -> tuple[Holding, dict[str, Entry]]:
+def _from_bytes(data: bytes) -> tuple[Holding, dict[str, Entry]]:
     read = json.loads(data.decode("utf-8", "surrogateescape"))
     holding = Holding(Manifest.from_json(read["manifest"], "rank 0 of the group"), (), read["starts"])
     return holding, {path: Entry(*row) for path, row in read["entries"].items()}

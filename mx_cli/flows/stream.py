@@ -32,10 +32,10 @@ from mx_cli.transport.peer import ITEM
 
 JOIN = 10.0
 """Seconds for the thread that reads to end: most of them pass only when a read hangs."""
-PACK = ITEM - ALIGN
+NEIGHBOURS = ITEM - ALIGN
 """Bytes of neighbours that are read together: with its place within a page, that many fill whole huge pages."""
 SHARE = 1 << 20
-"""Bytes: owned tensors from this size on share the memory of their neighbours, at most PACK of it; smaller ones are copied."""
+"""Bytes: owned tensors from this size on share the memory of their neighbours, at most NEIGHBOURS of it; smaller ones are copied."""
 
 
 def stream(
@@ -189,7 +189,7 @@ def _groups(tensors: Sequence[Tensor]) -> list[Group]:
         if tensor.size == 0:
             continue
         last = groups[-1] if groups else None
-        if last and last.file == tensor.file and last.end == tensor.start and tensor.end - last.start <= PACK:
+        if last and last.file == tensor.file and last.end == tensor.start and tensor.end - last.start <= NEIGHBOURS:
             last.end = tensor.end
         else:
             groups.append(Group(tensor.file, tensor.start, tensor.end))

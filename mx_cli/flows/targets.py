@@ -143,14 +143,14 @@ def _entangled(described: Iterable[Described]) -> set[str]:
 
 
 def _if_entangled(group: Sequence[Described]) -> set[str]:
-    return {one.name for one in group} if len(group) > 1 and any(one.packed for one in group) else set()
+    return {one.name for one in group} if len(group) > 1 and any(one.scattered for one in group) else set()
 
 
 def _lies_alike(piece: Piece, members: Sequence[Described]) -> bool:
     if len(members) == 1:
-        return not members[0].packed
+        return not members[0].scattered
     origins = {(one.device, one.address - piece.offsets[one.name]) for one in members}
-    return len(origins) == 1 and not any(one.packed for one in members)
+    return len(origins) == 1 and not any(one.scattered for one in members)
 
 
 def _refuse_overlaps(extents: Iterable[tuple[Extent, str]]) -> None:
@@ -165,7 +165,7 @@ def _through_copies(
     indirect: Sequence[Piece], by_name: Mapping[str, Described], device: int, extents: list[tuple[Extent, str]]
 ) -> list[tuple[Described, Any]]:
     """Memory for pieces that cannot go straight, and what to copy to which tensor afterwards."""
-    offsets, size = packed(indirect)
+    offsets, size = in_one_block(indirect)
     block = byte_block(device, size)
     copies = []
     for piece, at in zip(indirect, offsets, strict=True):
@@ -176,7 +176,7 @@ def _through_copies(
     return copies
 
 
-def packed(wanted: Sequence[Piece]) -> tuple[list[int], int]:
+def in_one_block(wanted: Sequence[Piece]) -> tuple[list[int], int]:
     """Where each piece begins in one block of memory, and the bytes in all. Neighbours in a file are neighbours in it.
 
     The first of them has the file's place within a page, where that suits its tensors.

@@ -10,7 +10,7 @@ from mx_cli.plan.ranges import Span, merge
 def aligned(wanted: Iterable[Span], blocks: Sequence[Span], piece: int) -> list[Span]:
     """Cut the wanted bytes of a file into pieces of at most `piece` bytes that split no block, where that can be.
 
-    `blocks`: the spans that have a digest, sorted and disjoint. Small neighbours are packed into one piece; a block that
+    `blocks`: the spans that have a digest, sorted and disjoint. Small neighbours go into one piece; a block that
     is larger than `piece`, and bytes without a digest, are cut wherever it suits. The pieces' union is exactly `wanted`.
     """
     found: list[Span] = []
@@ -21,7 +21,7 @@ def aligned(wanted: Iterable[Span], blocks: Sequence[Span], piece: int) -> list[
         first = at
         while at < len(blocks) and blocks[at][0] < end:
             at += 1
-        found += _pack(start, end, _seams(start, end, blocks[first:at]), piece)
+        found += _cut(start, end, _seams(start, end, blocks[first:at]), piece)
         # A block may reach into the next wanted span.
         at = max(first, at - 1)
     return found
@@ -37,7 +37,7 @@ def _seams(start: int, end: int, blocks: Sequence[Span]) -> Iterator[int]:
     yield end
 
 
-def _pack(start: int, end: int, seams: Iterable[int], piece: int) -> Iterator[Span]:
+def _cut(start: int, end: int, seams: Iterable[int], piece: int) -> Iterator[Span]:
     begin = edge = start
     for seam in seams:
         if seam - begin > piece and edge > begin:

@@ -119,12 +119,12 @@ def _copy_runs(rows: Rows, first: int, last: int, view: memoryview, put: Put | N
     source = as_strided(np.frombuffer(view, np.uint8), (count, rows.length), (rows.pitch, 1), writeable=False)
     address = rows.address + first * rows.step
     if rows.device != HOST and put is not None:
-        packed = memoryview(source.tobytes())
+        together = memoryview(source.tobytes())
         if rows.step == rows.length:
-            put(rows.device, address, packed)
+            put(rows.device, address, together)
             return
         for index in range(count):
-            put(rows.device, address + index * rows.step, packed[index * rows.length : (index + 1) * rows.length])
+            put(rows.device, address + index * rows.step, together[index * rows.length : (index + 1) * rows.length])
         return
     whole = at_address(address, (count - 1) * rows.step + rows.length)
     as_strided(np.frombuffer(whole, np.uint8), (count, rows.length), (rows.step, 1))[...] = source

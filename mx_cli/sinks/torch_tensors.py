@@ -40,7 +40,7 @@ def require_torch() -> None:
 class Described:
     """A tensor as bytes: `address` and `size` of its contiguous run of memory on `device` (HOST or a GPU's number).
 
-    `tensor` keeps the memory alive. `packed`: the run is a copy, since the tensor itself is scattered over memory.
+    `tensor` keeps the memory alive. `scattered`: the tensor itself is no run of memory, and the run is a copy.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Described:
     address: int
     size: int
     tensor: Any
-    packed: bool = False
+    scattered: bool = False
 
     @property
     def memory(self) -> object:
@@ -122,8 +122,8 @@ def _not_persistent(module: Any) -> set[str]:
     return found
 
 
-def describe(source: Any, *, all_buffers: bool = False, pack: bool = True) -> list[Described]:
-    """Every tensor of a module or a mapping. Those whose elements are scattered are copied when `pack`, else left so.
+def describe(source: Any, *, all_buffers: bool = False, copy: bool = True) -> list[Described]:
+    """Every tensor of a module or a mapping. Those whose elements are scattered are copied when `copy`, else left so.
 
     Of a tensor that is left so, `address` is 0: bytes for it need a place of their own. Raises UsageError naming what has
     no bytes of its own (meta, sparse, sharded), a dtype that safetensors does not know, or a name that cannot be used.
@@ -131,7 +131,7 @@ def describe(source: Any, *, all_buffers: bool = False, pack: bool = True) -> li
     found: dict[str, Described] = {}
     for name, kind, tensor in named_tensors(source, all_buffers=all_buffers):
         _check_name(name, found)
-        found[name] = _described(name, kind, tensor, pack)
+        found[name] = _described(name, kind, tensor, copy)
     return list(found.values())
 
 
@@ -167,7 +167,7 @@ def _check_name(name: str, known: Mapping[str, Described]) -> None:
         raise UsageError(f"a tensor's name is not Unicode ({name!a})")
 
 
-def _described(name: str, kind: str, tensor: Any, pack: bool) -> Described:
+def _described(name: str, kind: str, tensor: Any, copy: bool) -> Described:
     import torch
 
     if tensor.is_meta:
@@ -181,16 +181,16 @@ def _described(name: str, kind: str, tensor: Any, pack: bool) -> Described:
         raise UsageError(f"{name!r} is on {tensor.device}: only host and CUDA memory can be read")
     # A conjugate or a negative view has other bytes than its values.
     is_view = tensor.is_conj() or tensor.is_neg()
-    packed = is_view or not tensor.is_contiguous()
-    if packed and pack:
+    scattered = is_view or not tensor.is_contiguous()
+    if scattered and copy:
         memory.require(size_of(dtype, shape), f"a copy of {name!r}")
         tensor = tensor.resolve_conj().resolve_neg().contiguous()
-    elif packed and any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
+    elif scattered and any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
         raise UsageError(f"{name!r} is expanded: several of its elements are one in memory", hint="make a copy of it")
     if tensor.numel() and not _pointer(name, tensor):
         raise UsageError(f"{name!r} has no bytes: its memory was given back (FSDP does that to shards)")
-    address = tensor.data_ptr() if not packed or pack else 0
-    return Described(name, dtype, shape, kind, device, address, size_of(dtype, shape), tensor, packed)
+    address = tensor.data_ptr() if not scattered or copy else 0
+    return Described(name, dtype, shape, kind, device, address, size_of(dtype, shape), tensor, scattered)
 
 
 def _pointer(name: str, tensor: Any) -> int:

@@ -95,7 +95,7 @@ class Control:
         self.grants = Grants(slots, ttl, clock)
         self._paused = ""
         self._lock = threading.Lock()
-        self._packing = threading.Lock()
+        self._compressing = threading.Lock()
         self._manifest: tuple[Holding, bytes] | None = None
         self._sent = 0
         self._handshakes = 0
@@ -109,7 +109,7 @@ class Control:
 
     def prepare(self, holding: Holding) -> None:
         """Do what the first reader of a holding would have to wait for, before it is held. Blocks: a second for 50,000 tensors."""
-        self._packed(holding)
+        self._compressed(holding)
         # Computed once, and kept by the holding.
         _ = holding.digest
 
@@ -238,14 +238,14 @@ class Control:
         }
 
     def _manifest_of(self, request: Request) -> Response:
-        packed = self._packed(self._holding())
+        compressed = self._compressed(self._holding())
         headers = {"Content-Type": "application/json"}
         if "gzip" in request.header("accept-encoding"):
-            return Response(200, packed, {**headers, "Content-Encoding": "gzip"})
-        return Response(200, gzip.decompress(packed), headers)
+            return Response(200, compressed, {**headers, "Content-Encoding": "gzip"})
+        return Response(200, gzip.decompress(compressed), headers)
 
-    def _packed(self, holding: Holding) -> bytes:
-        with self._packing:
+    def _compressed(self, holding: Holding) -> bytes:
+        with self._compressing:
             # A holding never changes: a new version is a new one.
             if self._manifest is None or self._manifest[0] is not holding:
                 text = json.dumps({"proto": PROTO[1], **holding.to_json()}, ensure_ascii=False, separators=(",", ":"))
