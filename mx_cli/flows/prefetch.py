@@ -115,7 +115,7 @@ class Prefetch:
     def preview(self) -> Preview:
         try:
             listing = self._resolver.listing()
-            wanted = self._resolver.wanted(listing)
+            wanted = self._wanted(listing)
         finally:
             self._supply.close()
         there = self._resolver.there(listing)
@@ -127,15 +127,20 @@ class Prefetch:
         start = time.monotonic()
         # Where nothing can be a hit, find out now, not after the listing, whether the cache can be written.
         listing = self._resolver.listing(before_asking=self._prepare)
-        wanted = self._resolver.wanted(listing)
+        wanted = self._wanted(listing)
         self._clock.resolve += time.monotonic() - start
-        if wanted.skipped:
-            self._context.notice(wanted.skipped)
         self._context.notice(f"revision {listing.revision or 'unknown'}: {amount(listing, wanted)}")
         hit = listing.revision and self._snapshots.complete(listing.revision, wanted.files, wanted.weights)
         if hit and self._kept(hit):
             return self._hit(hit, listing, wanted)
         return self._obtain(self._resolver.from_origin(listing, wanted), wanted)
+
+    def _wanted(self, listing: Listing) -> Wanted:
+        """The selection; what it leaves out is said."""
+        wanted = self._resolver.wanted(listing)
+        if wanted.skipped:
+            self._context.notice(wanted.skipped)
+        return wanted
 
     # -- getting it ----------------------------------------------------------------------------------------------
 

@@ -67,7 +67,9 @@ s3_and_file = pytest.mark.parametrize("place", ["s3", "file"], indirect=True)
 def test_p30_one_weight_set_and_what_was_left_out(mx: Mx, hub: servers.Hub) -> None:
     files, rest = many_formats()
     hub.commit(files | rest)
-    dry = mx("prefetch", hub.uri, "--dry-run", "--json", env=hub.env).ok().json()
+    looked = mx("prefetch", hub.uri, "--dry-run", "--json", env=hub.env).ok()
+    assert "left out 5 files, " in looked.err
+    dry = looked.json()
     assert {row["path"] for row in dry["files"]} == set(files)
     assert dry["bytes_missing"] == sum(map(len, files.values()))
     assert not mx.cache.exists()
