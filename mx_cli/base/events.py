@@ -120,7 +120,8 @@ class Progress(Event):
         done, total = units.size(self.bytes_done), units.size(self.bytes_total)
         known = self.bytes_total and self.bytes_done <= self.bytes_total
         line = f"{100 * self.bytes_done // self.bytes_total:3d} %  {done} of {total}" if known else done
-        if self.rate or not self.leader:
+        # Where nothing moves over the network, no rate is no news.
+        if self.rate or self.phase == "transfer":
             line += f"  {units.rate(self.rate)}"
         if self.leader:
             alive = "" if self.alive is None else f"  (alive {self.alive:.0f} s ago)"

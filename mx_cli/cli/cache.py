@@ -43,7 +43,9 @@ def ls(session: Session, models: MODELS = None) -> None:
         ],
         right=frozenset({"SIZE", "FILES"}),
     )
-    session.answer(text, {"schema": 1, "snapshots": [_plain(row) for row in rows]}, final=f"{len(rows)} snapshots")
+    session.answer(
+        text, {"schema": 1, "snapshots": [_plain(row) for row in rows]}, final=units.count(len(rows), "snapshot")
+    )
 
 
 @app.command("du", cls=Command)

@@ -150,7 +150,7 @@ def _compare(session: Session, left: HashResult, identify: Identify, other: str,
     if found.kind is None:
         raise Incompatible(
             f"not comparable: {left.model} and {right.model} have no identity of the same kind",
-            hint="mx hash --kind, or prefetch both so that content is known",
+            hint='content is known where the bytes are: compare with "$(mx prefetch URI)"',
         )
     if not found.equal:
         # Tensors say more than the digest of their table.

@@ -30,7 +30,7 @@ def status(session: Session) -> None:
     for row, one in zip(rows, found, strict=True):
         lines += [row, f"  why: {one.why}"] if one.why else [row]
     documents = [{**dataclasses.asdict(one), "rate": _whole(one.rate), "eta": _whole(one.eta)} for one in found]
-    session.answer("\n".join(lines), {"schema": 1, "downloads": documents}, final=f"{len(found)} downloads")
+    session.answer("\n".join(lines), {"schema": 1, "downloads": documents}, final=units.count(len(found), "download"))
 
 
 def _row(one: Download) -> tuple[str, ...]:

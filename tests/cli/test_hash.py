@@ -401,6 +401,7 @@ def test_H12_kinds_that_say_nothing_about_each_other(mx: Mx, tmp_path: Path) -> 
     said = mx("hash", tmp_path / "m", "--diff", other, "--offline").exits(17).err
     assert "not comparable" in said
     assert "differ" not in said
+    assert 'compare with "$(mx prefetch URI)"' in said
     document = mx("hash", tmp_path / "m", "--diff", other, "--offline", "--json").exits(17).json()
     assert document["comparable"] is False
 
