@@ -46,9 +46,13 @@ def total() -> int:
 
 
 def read_only() -> list[tuple[int, int]]:
-    """(start, end) of the memory of this process that a write to would end it, by address."""
+    """(start, end) of the memory of this process that a write to would end it, by address; none where nobody can tell."""
     found = []
-    for line in _MAPS.read_text(errors="replace").splitlines():
+    try:
+        lines = _MAPS.read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+    for line in lines:
         place, permissions = line.split(maxsplit=2)[:2]
         start, _, end = place.partition("-")
         if "w" not in permissions:

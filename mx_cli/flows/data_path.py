@@ -117,7 +117,7 @@ def _why_not_nixl(session: Session, grant: Grant, facts: Mapping[str, Any], wish
         return "the peer does not say how its memory is reached"
     theirs = str(capability.get("ucx", ""))
     if theirs != ucx_version():
-        return f"UCX here is {ucx_version()}, there {theirs}"
+        return f"UCX here is {ucx_version() or 'unknown'}, there {theirs or 'unknown'}"
     near = share_memory(host_facts(), facts)
     has_rdma = RDMA_DEVICES.is_dir() and bool(facts.get("rdma"))
     if "rdma" in wish.require and not has_rdma:

@@ -202,11 +202,24 @@ def missing() -> str:
 def _missing() -> str:
     if not any(importlib.util.find_spec(build) for build in _BUILDS):
         return "the package nixl is not installed"
+    if not _can_be_written(log := os.environ.get("UCX_LOG_FILE", "")):
+        # It would end the process.
+        return f"UCX cannot write its log (UCX_LOG_FILE={log})"
     try:
         _module()
     except (ImportError, OSError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def _can_be_written(log: str) -> bool:
+    """Whether UCX's log can be: `log` is one of its words, or a file, `%p` and the like in its name."""
+    if log in ("", "stdout", "stderr"):
+        return True
+    path = Path(log.removeprefix("file:"))
+    if path.exists():
+        return not path.is_dir() and os.access(path, os.W_OK)
+    return os.access(path.parent, os.W_OK | os.X_OK)
 
 
 @functools.cache
@@ -314,7 +327,9 @@ def ucx_version() -> str:
         said = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
-    return said.strip()
+    # UCX writes to stdout too what it cannot do.
+    found = re.search(r"^\d+\.\d+\.\d+$", said, re.MULTILINE)
+    return found.group() if found else ""
 
 
 def _ucx() -> Path | None:

@@ -27,16 +27,26 @@ def check(wanted: Mapping[str, str]) -> None:
             f"UCX cannot be started ({told}): no port is free on {full}",
             hint="--data-ports FIRST-LAST: a reader takes a port for each of its cores, four at most, of each peer",
         )
-    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if allowed != resource.RLIM_INFINITY and (left := allowed - len(os.listdir("/proc/self/fd"))) < DESCRIPTORS:
+    allowed, left = _descriptors()
+    if left < DESCRIPTORS:
         raise TransportFailed(
-            f"UCX cannot be started: {max(left, 0)} of {allowed} descriptors are left, and it needs {DESCRIPTORS}",
+            f"UCX cannot be started: {left} of {allowed} descriptors are left, and it needs {DESCRIPTORS}",
             hint="ulimit -n",
         )
     try:
         begin(threading.Thread(target=int, name="mx-one-more", daemon=True))
     except NoSpace as error:
         raise TransportFailed(f"UCX cannot be started: {error.what}", hint=error.hint) from None
+
+
+def _descriptors() -> tuple[int, int]:
+    """How many this process may have, and how many of them are left; DESCRIPTORS where nobody can tell."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        used = len(os.listdir("/proc/self/fd"))
+    except FileNotFoundError:
+        return allowed, DESCRIPTORS
+    return allowed, DESCRIPTORS if allowed == resource.RLIM_INFINITY else max(0, allowed - used)
 
 
 def _full_interface(wanted: Mapping[str, str]) -> str:

@@ -30,6 +30,7 @@ SHORTEST = 16
 
 _LARGEST_FILE = 64 << 10
 _TOKEN_NAME = "peer-token"
+_IN_MEMORY = "/dev/shm"
 _OF_ANOTHER = frozenset({"NO_CERTIFICATE_ASSIGNED", "KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH"})
 """OpenSSL's reasons for a key that is of another certificate."""
 
@@ -184,14 +185,25 @@ def make_certificate() -> Certificate:
             hint="pip install 'mx-cli[peer]', or give --tls-cert FILE --tls-key FILE",
         )
     context = _server_context()
-    # SSLContext loads keys from files only, and this one is to be on no disk.
+    _load(context, pem)
+    return Certificate(context, hashlib.sha256(_first_certificate(pem.decode())).digest())
+
+
+def _load(context: ssl.SSLContext, pem: bytes) -> None:
+    """SSLContext loads keys from files only, and this one is to be on no disk: where that can be, in memory."""
     fd = os.memfd_create("mx-certificate", os.MFD_CLOEXEC)
     try:
         os.write(fd, pem)
-        context.load_cert_chain(f"/proc/self/fd/{fd}")
+        with contextlib.suppress(FileNotFoundError):
+            context.load_cert_chain(f"/proc/self/fd/{fd}")
+            return
     finally:
         os.close(fd)
-    return Certificate(context, hashlib.sha256(_first_certificate(pem.decode())).digest())
+    # Without /proc memory has no name.
+    with tempfile.NamedTemporaryFile(prefix="mx-", dir=_IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else None) as file:
+        file.write(pem)
+        file.flush()
+        context.load_cert_chain(file.name)
 
 
 def _made_by_cryptography() -> bytes:

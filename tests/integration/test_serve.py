@@ -147,6 +147,33 @@ def test_v02_a_link_local_address_is_refused(hosts: Hosts, model: Path, token: P
     assert "a link-local address means nothing on other hosts" in refused.err
 
 
+@capability("nixl")
+def test_a_log_that_ucx_cannot_write(hosts: Hosts, model: Path, tmp_path: Path) -> None:
+    """UCX would abort the process."""
+    env: dict[str, str | Path] = {"UCX_LOG_FILE": tmp_path / "nowhere" / "ucx.log"}
+    served = hosts.serve(model, "--device", "cpu", env=env)
+    assert served.ready["paths"] == ["socket"]
+    hosts("pull", served.content, "--to", tmp_path / "target", host="b", env=env).ok()
+    env = {"UCX_LOG_FILE": f"file:{tmp_path}/ucx-%p.log"}
+    assert "nixl-read" in hosts.serve(model, "--device", "cpu", env=env).ready["paths"]
+
+
+@capability("mount")
+@pytest.mark.parametrize("device", ["file", "cpu"])
+def test_where_no_proc_is_mounted(hosts: Hosts, model: Path, tmp_path: Path, device: str) -> None:
+    """Neither side needs it; without it nobody can tell which processes share memory."""
+    hidden = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /proc && exec "$@"', "sh")
+    served = hosts.serve(model, "--device", device, prefix=hidden)
+    for prefix in ((), hidden):
+        target = tmp_path / f"target-{len(prefix)}"
+        result = hosts("pull", served.content, "--to", target, "--json", host="b", prefix=prefix).ok()
+        assert tree(target) == tree(model)
+        [source] = result.json()["sources"]
+        assert source["path"] == "socket"
+        assert "\n" not in source["reason"]
+    served.stop().exits(143)
+
+
 @capability("memory-cgroup")
 def test_weights_that_do_not_fit_into_memory(hosts: Hosts, tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "model", size=256 * MIB)
