@@ -43,9 +43,8 @@ def peers(
     lines = [head]
     for row, peer in zip(rows, shown, strict=True):
         lines += [row, f"  why: {_cell(peer.fault)}"] if peer.fault else [row]
-    for peer in found.peers:
-        if peer not in shown:
-            lines.append(f"other: {_name(peer)} at {_cell(peer.record.address)}: {_cell(peer.differs)}")
+    others = [] if identity is None else [peer for peer in found.peers if not peer.matches]
+    lines += [f"other: {_name(peer)} at {_cell(peer.record.address)}: {_cell(peer.differs)}" for peer in others]
     document = {
         "schema": 1,
         "discovery": found.directory,

@@ -34,6 +34,8 @@ LISTED = 3
 """Beats without which a record is stale."""
 KEPT = 10
 """Beats without which anybody may remove it."""
+MOST_PRUNED = 100
+"""Records that are removed at one look: whoever looks for a peer is not to wait for ten thousand."""
 LONGEST_BEAT = 3600.0
 MAX_BYTES = 64 << 10
 TRIES = 4
@@ -170,7 +172,9 @@ class FileDirectory:
         kept = list(self._kept(names, ignored, stop))
         now = self._now() if kept or any(map(is_temporary, names)) else None
         if now is not None:
-            kept = [one for one in kept if not self._prune(one, now)]
+            dead = [one for one in kept if one.silence(now) > KEPT * one.beat][:MOST_PRUNED]
+            gone = {one.record.name for one in dead if self._prune(one)}
+            kept = [one for one in kept if one.record.name not in gone]
             self._prune_temporary(names, now)
         # Where we may not write, the youngest record tells the time: no host's own clock can be trusted with that.
         base = now if now is not None else max((one.written for one in kept), default=0.0)
@@ -252,11 +256,9 @@ class FileDirectory:
         _unlink(path)
         return now
 
-    def _prune(self, one: _Kept, now: float) -> bool:
+    def _prune(self, one: _Kept) -> bool:
         """Remove a record whose owner has long been silent; whether it is gone."""
         path = self.path / file_name(one.record.name)
-        if one.silence(now) <= KEPT * one.beat:
-            return False
         with contextlib.suppress(MxError):
             # A beat may have come while we read the others.
             if self._read(path.name) == one:

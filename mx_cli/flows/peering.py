@@ -40,7 +40,7 @@ from mx_cli.transport.host import host_facts, share_memory
 from mx_cli.transport.peer import PeerSource
 from mx_cli.transport.session import Queued, Session, dial
 
-DIALS = 16
+DIALS = 64
 DIAL_TIMEOUT = 1.0
 MOST_SOURCES = 4
 LOOK_EVERY = 1.0

@@ -14,7 +14,7 @@ from mx_cli.model.record import Record, Sighting
 
 SHORT = 8
 REVISION = 12
-PROBES = 32
+PROBES = 64
 PROBE_TIMEOUT = 3.0
 TOLD = ("generation", "version", "state", "identities", "uri", "revision", "size", "readers", "slots", "device", "host")
 """What a peer tells of itself that its record has too."""

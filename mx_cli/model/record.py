@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mx_cli.base.errors import IntegrityError
+from mx_cli.base.address import peer_address
+from mx_cli.base.errors import IntegrityError, UsageError
 
 SERVING, DRAINING, LOADING, UNKNOWN = "serving", "draining", "loading", "unknown"
 
@@ -62,8 +63,9 @@ class Record:
                 if type(getattr(record, name)) is not int or not 0 <= getattr(record, name) < 1 << 63:
                     raise TypeError(f"{name} is not a number that can be")
             float(record.started), float(record.beaten)
+            peer_address(record.address)
             return record
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, UsageError) as error:
             raise IntegrityError(f"not a peer's record: {where} ({error})") from None
 
 

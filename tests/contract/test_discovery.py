@@ -21,7 +21,7 @@ import pytest
 from mx_cli.base.cancel import Stop
 from mx_cli.base.errors import FilesystemRefused, Interrupted, NoSpace, UsageError
 from mx_cli.discovery.beating import Beating
-from mx_cli.discovery.directory import FileDirectory, file_name
+from mx_cli.discovery.directory import MOST_PRUNED, FileDirectory, file_name
 from mx_cli.discovery.registry import open_directory
 from mx_cli.engine.ports import Directory
 from mx_cli.model.record import DRAINING, LOADING, SERVING, UNKNOWN, Record
@@ -248,6 +248,17 @@ def test_anybody_removes_what_is_long_dead(place: Place) -> None:
     assert set(found(place.open())) == {"web", "db"}
 
 
+def test_nobody_waits_until_all_of_the_long_dead_are_removed(tmp_path: Path) -> None:
+    directory = FileDirectory(tmp_path, BEAT)
+    for number in range(MOST_PRUNED + 5):
+        directory.publish(peer(f"dead-{number}", f"mx-{number}"))
+        os.utime(tmp_path / file_name(f"dead-{number}"), (1, 1))
+    directory.publish(peer())
+    for left in (5, 0):
+        assert sum(sighting.stale for sighting in directory.sightings(STOP)) == left
+        assert directory.records(STOP) == [peer()]
+
+
 def test_a_peer_leaves(place: Place) -> None:
     directory = place.open()
     directory.remove(peer())
@@ -398,6 +409,9 @@ def test_what_is_no_record_is_ignored_and_named(tmp_path: Path) -> None:
     odd(size=10**200)
     odd(started=10**400)
     odd(address=["a"])
+    odd(address="nowhere")
+    odd(address="127.0.0.1:0")
+    odd(address="127.0.0.1:80\n")
     odd(device=None)
     odd(proto=[1])
     odd(identities=7)
@@ -406,7 +420,7 @@ def test_what_is_no_record_is_ignored_and_named(tmp_path: Path) -> None:
     (tmp_path / "peers" / file_name("directory")).mkdir()
     before = sorted(os.listdir(tmp_path / "peers"))
     assert directory.records(STOP) == [peer()]
-    assert "17 files" in directory.reason()
+    assert "20 files" in directory.reason()
     assert sorted(os.listdir(tmp_path / "peers")) == before
     for name in ("empty", "link", "pipe", "copy"):
         directory.publish(peer(name, f"mx-{name}"))

@@ -123,7 +123,7 @@ def test_by_directory_and_by_uri(mx: Mx, hub: Hub, tmp_path: Path) -> None:
 
 
 def test_a_terminal_takes_no_orders_from_a_record(mx: Mx) -> None:
-    publish(mx, replace(peer("web", CONTENT), device="\x1b[2Jcpu\n", address="10.0.0.1:1\r"))
+    publish(mx, replace(peer("web", CONTENT), device="\x1b[2Jcpu\n", host="\r"))
     (mx.cache / "peers" / "\x1b[2J.json").write_text("{}")
     result = mx("peers").ok()
     assert "\x1b" not in result.out + result.err
