@@ -317,6 +317,7 @@ class Transfer:
                 with contextlib.suppress(MxError):
                     for block in done.blocks:
                         self._sink.commit(done.item, block)
+                        self._meter.add(block.length)
         return changed
 
 

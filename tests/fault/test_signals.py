@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from mx_cli.base import units
 from tests.rig import cachecheck, servers
 from tests.support import MIB, Mx, Running, capability, checkpoint_files, tree
 
@@ -71,6 +72,21 @@ def test_stopped(signum: signal.Signals, code: int, mx: Mx, hub: servers.Hub, st
     sent = time.monotonic()
     running.send(signum)
     check_stopped(mx, hub, running, sent, code)
+
+
+def test_the_last_line_says_what_is_kept(mx: Mx, faultd: servers.Faultd) -> None:
+    """Also of the blocks that the stop cut short."""
+    running = mx.start("prefetch", faultd.file("slow=300000", 9_000_000, "x"))
+    deadline = time.monotonic() + 40
+    while faultd.bytes_served("x") < 500_000:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    running.send(signal.SIGTERM)
+    *_, last, error = running.wait(20).exits(143).err.splitlines()
+    assert error == "mx: error: stopped by SIGTERM"
+    [kept] = mx("status", "--json").ok().json()["downloads"]
+    assert kept["resumable"] > 0
+    assert re.match(rf"transfer +\d+ %  {units.size(kept['resumable'])} of 8\.6 MiB ", last)
 
 
 def test_a_lost_terminal_does_not_stop_what_nohup_runs(hub: servers.Hub, start: Start) -> None:
