@@ -63,12 +63,12 @@ def cut_of(rank: str, rules: Any, config: Config) -> Cut:
         return Cut(number, ranks, _rule_file(rules))
     found = config()
     if found is None:
-        raise UsageError("there is no config.json that says how many heads there are", hint="give a rule file")
+        raise UsageError("there is no config.json that says how many heads there are", hint="a rule file: --rules FILE")
     family = str(rules) if rules is not None else family_of(found)
     if not family:
         raise UsageError(
             f"no built-in rules for {found.get('model_type')!r}",
-            hint=f"there are {', '.join(NAMES)}; or give a rule file",
+            hint=f"there are {', '.join(NAMES)}; or a rule file: --rules FILE",
         )
     return Cut(number, ranks, built_in(family, found))
 

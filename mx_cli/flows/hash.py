@@ -142,7 +142,9 @@ def hash_model(
     if config is not None:
         identities.append(identity.of_config(config, *layout))
     if not identities:
-        raise NotFound(f"no config.json ({model}), and its weights are not to be read", hint="leave out --no-content")
+        raise NotFound(
+            f"no config.json ({model}), and its weights are not to be read", hint="leave out --kind and --no-content"
+        )
     left_out = found.selection.left_out if found.selection else ()
     return HashResult(model, tuple(identities), table, left_out, sum(read))
 

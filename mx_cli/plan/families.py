@@ -22,7 +22,9 @@ def built_in(name: str, config: Any) -> Rules:
     """The rules of a family; `config` is its config.json. Raises UsageError for an unknown family or config."""
     family = name.lower()
     if family not in NAMES:
-        raise UsageError(f"no built-in rules for {name!r}", hint=f"there are: {', '.join(NAMES)}; or give a rule file")
+        raise UsageError(
+            f"no built-in rules for {name!r}", hint=f"there are: {', '.join(NAMES)}; or a rule file: --rules FILE"
+        )
     heads, kv_heads = _heads(config)
     rules = _attention(heads, kv_heads)
     if family == "deepseek":
