@@ -32,6 +32,8 @@ from mx_cli.flows.progress import watching
 from mx_cli.flows.term import leading
 from mx_cli.flows.verify import digest_of
 from mx_cli.model.manifest import FileRecord
+from mx_cli.model.selection import is_weight
+from mx_cli.model.shard_index import is_index
 
 LEASE = ".mx-lease"
 LAST = (".json",)
@@ -57,6 +59,14 @@ class Filling:
         self._refusals = 0
         self.meter = Meter()
 
+    def others(self) -> list[str]:
+        """Files of the directory that are not the snapshot's, by name or by what they hold."""
+        ours = {record.path: record for record in self._records}
+        found = (path for path in self._directory.rglob("*") if not path.is_dir())
+        there = (path.relative_to(self._directory) for path in found)
+        names_there = (str(name) for name in there if not any(map(_is_own, name.parts)))
+        return [name for name in names_there if name not in ours or not self._is_there(ours[name])]
+
     def run(self) -> None:
         """Blocks until the directory is whole, also while another process copies. Raises NoSpace, FilesystemRefused."""
         make_dirs(self._directory)
@@ -70,6 +80,19 @@ class Filling:
             except OSError as error:
                 raise explain(error, f"syncing {place}") from None
         self._context.notice(f"filled {self._directory}: {self._made_of()}")
+        self._warn_of_other_weights()
+
+    def _warn_of_other_weights(self) -> None:
+        """An engine reads the weights that it finds, or that an index names, whoever put them there."""
+        if not any(is_weight(record.path) for record in self._records):
+            return
+        places = {Path(record.path).parent for record in self._records}
+        found = (place / name for place in places for name in names(self._directory / place))
+        weights = (name for name in found if is_weight(name.name) or is_index(name.name))
+        others = sorted(str(name) for name in weights if not os.path.lexists(self._source / name))
+        if others:
+            more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+            self._context.warn(f"{self._directory} also holds weights from elsewhere: {others[0]}{more}")
 
     def _made_of(self) -> str:
         """Whether its files share the cache's room, and its fate when they are written to."""
@@ -198,6 +221,11 @@ class Filling:
             return digest_of(target, self._context.stop.check) == record.xxh3
         except OSError:
             return False
+
+
+def _is_own(name: str) -> bool:
+    """Whether the name is of something that mx is making, or has left when it was killed."""
+    return name.startswith(".mx-") or is_temporary(name) or bool(_COPY.fullmatch(name))
 
 
 def _sweep(directory: Path) -> None:

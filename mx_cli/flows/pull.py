@@ -18,6 +18,7 @@ from mx_cli.flows.data_path import Wish
 from mx_cli.flows.fill_directory import Filling
 from mx_cli.flows.hash import is_local
 from mx_cli.flows.hash_anything import hash_anything
+from mx_cli.flows.new_directory import NewDirectory
 from mx_cli.flows.peer_supply import FromPeers
 from mx_cli.flows.peering import Peering
 from mx_cli.flows.prefetch import Prefetch
@@ -197,8 +198,7 @@ class Pull:
                 self.holding = group.holding
                 return Taken(self._outcome(pulled, matched), reason)
             manifest = group.holding.manifest
-            if not manifest.uri or not manifest.revision:
-                raise NoPeer(f"{matched} has no origin that the cache could keep it under", hint="--to DIR")
+            check_named(manifest, matched)
             outcome = self._into_cache(peering, manifest, matched)
             return Taken(outcome, reason if outcome.route == "peer" else f"{reason}; the cache has all of it")
         except BaseException:
@@ -359,7 +359,10 @@ class Pull:
         assert self._request.to is not None
         for manifest in snapshots.of(outcome.revision):
             if model.snapshot(manifest.directory) == outcome.directory:
-                Filling(self._context, outcome.directory, list(manifest.files), self._request.to).run()
+                filling = Filling(self._context, outcome.directory, list(manifest.files), self._request.to)
+                if filling.others():
+                    raise NewDirectory(self._request.to).other_files()
+                filling.run()
                 return
 
     def _cached(self, outcome: Outcome, name: str, matched: str, sources: tuple[Sourced, ...] = ()) -> PullOutcome:
@@ -374,6 +377,12 @@ class Pull:
             seconds=sum(outcome.clock.phases().values()),
             files=outcome.files,
         )
+
+
+def check_named(manifest: Manifest, matched: str) -> None:
+    """Raises NoPeer where what a peer holds of the identity `matched` has no name in the cache."""
+    if not manifest.uri or not manifest.revision:
+        raise NoPeer(f"{matched} has no origin that the cache could keep it under", hint="--to DIR")
 
 
 def _strongest(known: Mapping[str, str | None]) -> str:

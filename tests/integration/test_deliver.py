@@ -59,6 +59,19 @@ def test_to_is_filled_with_hard_links_and_nothing_else_is_touched(mx: Mx, hub: s
     assert tree(to) == cachecheck.sums(SMALL | foreign)
 
 
+def test_to_weights_of_another_checkpoint_are_left_and_told(mx: Mx, hub: servers.Hub, tmp_path: Path) -> None:
+    """An engine that reads all weights of the directory would mix the two."""
+    to = tmp_path / "to"
+    prefetch = ("prefetch", hub.uri, "--to", to)
+    hub.commit(checkpoint_files(shards=2, size=1000))
+    assert "elsewhere" not in mx(*prefetch, env=hub.env).ok().err
+    assert "elsewhere" not in mx(*prefetch, "--include", "*.json", env=hub.env).ok().err
+    hub.commit(checkpoint_files(shards=3, size=1000))
+    told = mx(*prefetch, "--strict", env=hub.env).exits(3).err
+    assert f"{to} also holds weights from elsewhere: model-00001-of-00002.safetensors and 1 more" in told
+    assert (to / "model-00001-of-00002.safetensors").exists()
+
+
 @capability("mount")
 def test_to_another_file_system_is_a_copy(mx: Mx, hub: servers.Hub, tmpfs: Callable[..., Path]) -> None:
     hub.commit(SMALL)

@@ -55,6 +55,30 @@ def test_other_files_are_never_touched(change: str, hosts: Hosts, checkpoint: Pa
     assert tree(to) == before
 
 
+@pytest.mark.parametrize("route", ["cache", "origin"])
+@pytest.mark.parametrize("change", ["other bytes", "one more", "one less"])
+def test_other_files_are_never_touched_by_way_of_the_cache(
+    change: str, route: str, hosts: Hosts, checkpoint: Path, tmp_path: Path
+) -> None:
+    pull = ("pull", checkpoint.as_uri(), "--to", tmp_path / "to", "--route")
+    hosts(*pull, "origin").ok()
+    config = tmp_path / "to" / "config.json"
+    data = config.read_bytes()
+    config.unlink()
+    if change == "one less":
+        # So a fill that was killed looks.
+        hosts(*pull, route).ok()
+        assert tree(tmp_path / "to") == tree(checkpoint)
+        return
+    if change == "other bytes":
+        config.write_bytes(data.replace(b"l", b"k", 1))
+    else:
+        (tmp_path / "to" / "model-00001-of-00007.safetensors").write_text("another's")
+    before = tree(tmp_path / "to")
+    assert "with other files in it" in hosts(*pull, route).exits(2).err
+    assert tree(tmp_path / "to") == before
+
+
 def test_what_a_killed_pull_left_goes_with_the_next(
     hosts: Hosts, checkpoint: Path, tmp_path: Path, fault_env: Callable[..., dict[str, str]]
 ) -> None:
