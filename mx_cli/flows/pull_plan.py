@@ -20,7 +20,7 @@ from mx_cli.flows.data_path import reads, sockets
 from mx_cli.flows.group import Group
 from mx_cli.flows.peering import Peering
 from mx_cli.flows.prefetch import preview
-from mx_cli.flows.pull import Pull, PullRequest
+from mx_cli.flows.pull import Pull, PullRequest, check_named
 from mx_cli.flows.pull_memory import table
 from mx_cli.flows.pull_ranks import parts_of, shares_wanted
 from mx_cli.flows.ranks import Place, items_to_read, rows_of
@@ -114,12 +114,27 @@ class _Look:
             reasons = "; ".join(said(peer.address, f"{peer.path or 'none'}: {peer.reason}") for peer in group.peers)
             if not sources:
                 raise NoPeer(f"no peer could be read now ({reasons})", hint="--wait DURATION waits for a slot")
-            size = sum(record.size for record in group.holding.manifest.files)
+            size = self._to_move(group)
             in_flight = sum(reads() if peer.path == "nixl-read" else sockets() for peer in sources)
             reason = f"{units.count(len(sources), 'source')} ({reasons})"
+            if not size:
+                return Choice("peer", True, f"{reason}; the cache has all of it")
             return Choice("peer", True, reason, size, width(context, in_flight, ITEM) * ITEM)
         finally:
             peering.close()
+
+    def _to_move(self, group: Group) -> int:
+        """Bytes that peers would give. Raises NoPeer where they have no place."""
+        manifest = group.holding.manifest
+        size = sum(record.size for record in manifest.files)
+        if self._request.to:
+            return size
+        check_named(manifest, group.peers[0].matched)
+        try:
+            request = Request(manifest.uri, revision=manifest.revision)
+            return preview(request, self._context.with_settings(offline=True)).missing
+        except NotFound:
+            return size
 
     def _cache(self) -> Choice:
         uri, directory = self._snapshot()

@@ -441,6 +441,11 @@ def test_a_dry_run_ranks_the_routes_and_moves_nothing(hosts: Hosts, tmp_path: Pa
     assert found["memory"] > 0
     assert not (hosts.cache("b") / "models").exists()
     assert served.metrics()["bytes_served_total"] == served.metrics()["readers"] == 0
+    into_cache = hosts("pull", hub.uri, "--dry-run", "--json", host="a", env=hub.env).ok().json()
+    assert (into_cache["route"], into_cache["bytes"]) == ("peer", 0)
+    assert into_cache["routes"][0]["reason"].endswith("; the cache has all of it")
+    beside = ("--to", hosts.cache("a").parent / "beside", "--dry-run", "--json")
+    assert hosts("pull", hub.uri, *beside, host="a", env=hub.env).ok().json()["bytes"] == size
     served.stop()
 
     found = planned()
