@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from urllib.parse import unquote_to_bytes
+from urllib.parse import unquote_to_bytes, urlsplit
 
 from mx_cli.base.errors import AccessDenied, IntegrityError, MxError, NotFound, OriginChanged, Unreachable
 from mx_cli.engine.ports import NoRanges, ReadItem
@@ -42,6 +42,38 @@ Explain = Callable[[str, Head, bytes], MxError | None]
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Where redirects lead to; `trusted` = credentials for the first host may be sent there."""
+
+    url: str
+    trusted: bool
+
+
+Follow = Callable[[Head, str, str], Place | None]
+"""(head of a redirect, where it came from, where it leads) -> where to ask next; None: the redirect is the answer."""
+
+
+def same_place(home: str, moved: str) -> bool:
+    """Whether credentials for `home` may go to `moved`: the same scheme, host and port, or the same host's https."""
+    old, new = urlsplit(home), urlsplit(moved)
+    if old.hostname != new.hostname:
+        return False
+    if old.scheme == "http" and new.scheme == "https":
+        return old.port in (None, 80) and new.port in (None, 443)
+    return (old.scheme, old.port) == (new.scheme, new.port)
+
+
+def anywhere(head: Head, home: str, moved: str) -> Place | None:
+    """Follows every redirect; credentials go no further than to the host that they were given for."""
+    return Place(moved, same_place(home, moved))
+
+
+def nowhere(head: Head, home: str, moved: str) -> Place | None:
+    """Follows none."""
+    return None
+
+
+@dataclass(frozen=True, slots=True)
 class Target:
     """How to fetch one file: its URL, how to sign for it, and the answer headers that must equal what was pinned."""
 
@@ -51,7 +83,7 @@ class Target:
     headers: Mapping[str, str] = field(default_factory=dict)
     pinned: Mapping[str, str] = field(default_factory=dict)
     explain: Explain = lambda what, head, body: None
-    follow: bool = True
+    follow: Follow = anywhere
 
 
 class OtherTag(OriginChanged):

@@ -12,7 +12,7 @@ from mx_cli.base.cancel import Stop
 from mx_cli.base.errors import AccessDenied, IntegrityError, MxError, NotFound, OriginChanged, UsageError
 from mx_cli.engine.ports import ReadItem, Stream
 from mx_cli.model.manifest import Entry
-from mx_cli.sources.answers import Sign, Target, hex_of, unsigned
+from mx_cli.sources.answers import Sign, Target, hex_of, nowhere, unsigned
 from mx_cli.sources.gcs_token import Token
 from mx_cli.sources.origin import Context
 from mx_cli.sources.store import Store, markers
@@ -85,7 +85,7 @@ class Gcs(Store):
             url = f"{self._server()}/storage/v1/b/{quote(self._uri.place)}/o{rest}?{self._query(query)}"
             explain = self._explainer("objects.get" if key else "objects.list", key, pinned=False)
             reply = self._web.request(
-                "GET", url, what, sign=sign, explain=explain, allow=(404,) if missing else (), follow=False
+                "GET", url, what, sign=sign, explain=explain, allow=(404,) if missing else (), follow=nowhere
             )
             if reply.status == 404:
                 self._check_bucket(what, reply.body)

@@ -13,12 +13,22 @@ from mx_cli.base.cancel import Stop
 from mx_cli.base.errors import AccessDenied, IntegrityError, MxError, NotFound, UsageError
 from mx_cli.engine.together import side_by_side
 from mx_cli.model.manifest import Entry, Listing
-from mx_cli.sources.answers import HEADLESS_STATUS, MOVED_STATUS, Target, basic, refusal, refuse_html, size_of
+from mx_cli.sources.answers import (
+    HEADLESS_STATUS,
+    MOVED_STATUS,
+    Target,
+    basic,
+    nowhere,
+    refusal,
+    refuse_html,
+    same_place,
+    size_of,
+)
 from mx_cli.sources.hub_rows import entries
 from mx_cli.sources.hub_token import find_token
 from mx_cli.sources.origin import SMALL_WORKERS, Context, WebOrigin, no_versions, one_revision
 from mx_cli.sources.uri import Uri
-from mx_cli.sources.web import Reply, same_place
+from mx_cli.sources.web import Reply
 from mx_cli.sources.wire import Head, number
 
 _SHA = re.compile(r"[0-9a-f]{40}")
@@ -73,7 +83,7 @@ class Hub(WebOrigin):
 
     def _commit_of_a_file(self, wanted: str) -> str:
         url = f"{self._endpoint}/{self._uri.place}/resolve/{quote(wanted, safe='')}/config.json"
-        reply = self._web.request("HEAD", url, self._shown(wanted), sign=self._sign, allow=(404,), follow=False)
+        reply = self._web.request("HEAD", url, self._shown(wanted), sign=self._sign, allow=(404,), follow=nowhere)
         return reply.get("x-repo-commit")
 
     # -- which files -----------------------------------------------------------------------------------------------
@@ -121,7 +131,7 @@ class Hub(WebOrigin):
         target = self._target(entry)
         moved = tuple(MOVED_STATUS | HEADLESS_STATUS)
         reply = self._web.request(
-            "HEAD", target.url, target.what, sign=self._sign, explain=self._explain, follow=False, allow=moved
+            "HEAD", target.url, target.what, sign=self._sign, explain=self._explain, follow=nowhere, allow=moved
         )
         size = number(reply.get("x-linked-size"))
         if size is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 from mx_cli.base.cancel import Stop
 from mx_cli.base.errors import AccessDenied, IntegrityError, UsageError
@@ -12,13 +13,13 @@ from mx_cli.engine.ports import ReadItem, Stream
 from mx_cli.engine.together import side_by_side
 from mx_cli.model.manifest import Entry
 from mx_cli.sources import s3_endpoint
-from mx_cli.sources.answers import Target, bare_tag, size_of
+from mx_cli.sources.answers import Place, Target, bare_tag, size_of
 from mx_cli.sources.origin import SMALL_WORKERS, Context
-from mx_cli.sources.s3_answers import Asked, Found, Page, entry, is_error, parse_page, stored_digests
+from mx_cli.sources.s3_answers import Asked, Found, Page, entry, is_error, parse_page, region_of, stored_digests
 from mx_cli.sources.s3_keys import Credentials, Expired, WrongRegion, signing
 from mx_cli.sources.sigv4 import Signer, encode_key, encode_query
 from mx_cli.sources.store import Store, markers
-from mx_cli.sources.uri import Uri
+from mx_cli.sources.uri import Uri, is_signed
 from mx_cli.sources.web import Reply
 from mx_cli.sources.wire import Head
 
@@ -139,7 +140,7 @@ class S3(Store):
             headers,
             pinned,
             self._asked("GetObject", item.key).explain,
-            follow=False,
+            self._follow,
         )
 
     def _ask(
@@ -166,7 +167,7 @@ class S3(Store):
                 headers={**self._payer(), **(headers or {})},
                 explain=asked.explain,
                 allow=allow,
-                follow=False,
+                follow=self._follow_asking,
                 head_only=operation == "GetObject",
                 check=check,
             )
@@ -200,6 +201,18 @@ class S3(Store):
 
     def _payer(self) -> dict[str, str]:
         return {"x-amz-request-payer": "requester"} if self._context.settings.requester_pays else {}
+
+    def _follow(self, head: Head, asked: str, moved: str) -> Place | None:
+        """See `Follow`. Another region is no place to follow to, but one to sign for from now on."""
+        region = self._credentials.region
+        if (head.get("x-amz-bucket-region") or region_of(moved)) not in ("", region):
+            return None
+        return self._endpoint.follow(asked, moved, region)
+
+    def _follow_asking(self, head: Head, asked: str, moved: str) -> Place | None:
+        """The same for what the store itself has to say. Of an object it may say it by a signed link."""
+        place = self._follow(head, asked, moved)
+        return place if place and (place.trusted or is_signed(urlsplit(moved).query)) else None
 
     def _server(self) -> str:
         """The bucket's URL without a slash at its end."""

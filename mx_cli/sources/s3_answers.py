@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 from mx_cli.base import redact
 from mx_cli.base.errors import AccessDenied, IntegrityError, MxError, NotFound, Unreachable
 from mx_cli.model.manifest import Entry
-from mx_cli.sources.answers import bare_tag, hex_of, retry_after
+from mx_cli.sources.answers import MOVED_STATUS, bare_tag, hex_of, retry_after
 from mx_cli.sources.s3_keys import Expired, WrongRegion
 from mx_cli.sources.wire import Head, number
 
@@ -139,8 +139,8 @@ class Asked:
         text = body.decode("utf-8", "replace")
         code, said = _element(text, "Code"), redact.text(_element(text, "Message"))[:300]
         place = _element(text, "Endpoint") or head.get("location")
-        region = head.get("x-amz-bucket-region") or _element(text, "Region") or _region_of(place)
-        if region and region != self.region and (head.status in (301, 307, 400) or code in _MOVED):
+        region = head.get("x-amz-bucket-region") or _element(text, "Region") or region_of(place)
+        if region and region != self.region and (head.status in {*MOVED_STATUS, 400} or code in _MOVED):
             return WrongRegion(f"{what}: the bucket {self.bucket} is in {region}, not in {self.region}", region)
         seen = f"{self.operation} of {self._object()}: HTTP {head.status} {code}".rstrip()
         if code in _EXPIRED:
@@ -161,7 +161,7 @@ class Asked:
             seen += f", {said}"
         if head.status in (401, 403) or code in _DENIED:
             return AccessDenied(f"{what}: access denied ({seen})", hint=self._hint(code))
-        if head.status in (301, 307):
+        if head.status in MOVED_STATUS:
             elsewhere = f", {redact.url(place)}" if place else ""
             return AccessDenied(f"{what}: the bucket is at another endpoint{elsewhere} ({seen})", hint=_ENDPOINT_HINT)
         if head.status == 400:
@@ -196,7 +196,7 @@ class Asked:
         return f"the credentials need s3:{'ListBucket' if self.operation == 'ListObjectsV2' else 'GetObject'}{payer}"
 
 
-def _region_of(place: str) -> str:
+def region_of(place: str) -> str:
     """The region in the name of one of AWS's endpoints."""
     match = _AWS_REGION.search(place)
     return match[1] if match else ""

@@ -6,10 +6,13 @@ import ipaddress
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import quote, unquote_to_bytes, urlsplit, urlunsplit
 
 from mx_cli.sources import aws_config
+from mx_cli.sources.answers import Place, same_place
+from mx_cli.sources.sigv4 import KEY_SAFE
 
+_AWS_STORE = re.compile(r"https://s3(-fips)?[.-]([a-z0-9-]+\.)*amazonaws\.com(\.cn)?")
 _PLAIN_BUCKET = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]")
 
 
@@ -32,6 +35,27 @@ class Endpoint:
         if self._style != "path" and _PLAIN_BUCKET.fullmatch(self._bucket):
             return f"https://{self._bucket}.{self._service}.{region}.{domain}"
         return f"https://{self._service}.{region}.{domain}/{self._bucket}"
+
+    def follow(self, asked: str, moved: str, region: str) -> Place | None:
+        """Where a redirect leads: signed anew within the store, to others without anything of ours.
+
+        None where it leads from an encrypted connection to one that is not.
+        """
+        parts = urlsplit(moved)
+        if self._is_same_store(self.server(region), moved):
+            # As it is signed: a server may write the same path in other ways.
+            return Place(urlunsplit(parts._replace(path=quote(unquote_to_bytes(parts.path), safe=KEY_SAFE))), True)
+        return None if parts.scheme == "http" and asked.startswith("https:") else Place(moved, False)
+
+    def _is_same_store(self, server: str, moved: str) -> bool:
+        """Whether both are names of one store, with the bucket in the host or not."""
+        if same_place(self._without_bucket(server), self._without_bucket(moved)):
+            return True
+        return all(_AWS_STORE.fullmatch(self._without_bucket(url)) for url in (server, moved))
+
+    def _without_bucket(self, url: str) -> str:
+        parts = urlsplit(url)
+        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2].removeprefix(f'{self._bucket}.')}"
 
     def _elsewhere(self) -> str:
         parts = urlsplit(self._endpoint)

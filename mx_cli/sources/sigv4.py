@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass, field
 from urllib.parse import quote, unquote_to_bytes
 
+KEY_SAFE = "/-_.~"
 EMPTY = hashlib.sha256(b"").hexdigest()
 
 
@@ -26,7 +27,7 @@ class Keys:
 
 def encode_key(key: str) -> str:
     """An object's key as S3 wants it in a URL and in a signature: all but A-Z a-z 0-9 - _ . ~ / percent-encoded once."""
-    return quote(key, safe="/-_.~")
+    return quote(key, safe=KEY_SAFE)
 
 
 def encode_query(pairs: dict[str, str]) -> str:

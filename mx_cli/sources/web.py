@@ -12,7 +12,7 @@ from urllib.parse import urljoin, urlsplit
 from mx_cli.base import redact
 from mx_cli.base.cancel import Stop
 from mx_cli.base.config import Settings
-from mx_cli.base.errors import IntegrityError, Unreachable
+from mx_cli.base.errors import AccessDenied, IntegrityError, MxError, Unreachable
 from mx_cli.base.events import Requested
 from mx_cli.base.version import VERSION
 from mx_cli.engine.ports import OnRetry, ReadItem
@@ -23,10 +23,14 @@ from mx_cli.sources.answers import (
     MOVED_STATUS,
     RANGELESS_STATUS,
     Explain,
+    Follow,
+    Place,
     Sign,
     Target,
+    anywhere,
     check_answer,
     check_codings,
+    nowhere,
     packed_as,
     refusal,
     refused_range,
@@ -42,14 +46,6 @@ BODY_LIMIT = 256 << 20
 USER_AGENT = f"mx/{VERSION}"
 STALE_STATUS = frozenset({400, 401, 403, 404, 410})
 """What a link answers that was good once: signed links expire."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where redirects led to; `trusted` = credentials for the first host may be sent there."""
-
-    url: str
-    trusted: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +80,7 @@ class Web:
         self._on_request = on_request
         self.connections = Connections(settings, environ)
         self._lock = threading.Lock()
-        self._moved: dict[str, _Place] = {}
+        self._moved: dict[str, Place] = {}
 
     # -- small requests ------------------------------------------------------------------------------------------
 
@@ -98,7 +94,7 @@ class Web:
         headers: Mapping[str, str] | None = None,
         explain: Explain | None = None,
         allow: tuple[int, ...] = (),
-        follow: bool = True,
+        follow: Follow = anywhere,
         head_only: bool = False,
         check: Callable[[Reply], None] | None = None,
     ) -> Reply:
@@ -109,7 +105,7 @@ class Web:
         """
 
         def once() -> Reply:
-            wire, head, place = self._ask(method, url, what, sign, dict(headers or {}), follow)
+            wire, head, place = self._ask(method, Place(url, True), what, sign, dict(headers or {}), follow)
             good = head.status in GOOD_STATUS
             if head_only and good and method != "HEAD":
                 wire.close()
@@ -123,7 +119,7 @@ class Web:
             )
             if not good and head.status not in allow:
                 where = _via(what, url, place.url)
-                raise (explain and place.trusted and explain(where, head, body)) or refusal(where, head, body)
+                raise (explain and place.trusted and explain(where, head, body)) or _refused(place, where, head, body)
             reply = Reply(head.status, head, body, place.url)
             if check:
                 check(reply)
@@ -179,22 +175,20 @@ class Web:
                 meant = target.explain(where, head, body) if place.trusted else None
                 if ranged and meant is None and head.status in RANGELESS_STATUS:
                     raise refused_range(target, item, head)
-                raise meant or refusal(where, head, body)
+                raise meant or _refused(place, where, head, body)
             check_answer(target, item, head, ranged)
         except BaseException:
             wire.close()
             raise
         return Piece(self, wire, head)
 
-    def _ask_again(self, target: Target, headers: dict[str, str]) -> tuple[Wire, Head, _Place]:
+    def _ask_again(self, target: Target, headers: dict[str, str]) -> tuple[Wire, Head, Place]:
         """GET, straight from where the target was found to be the last time; from its own URL when that fails."""
         with self._lock:
             known = self._moved.get(target.url)
         if known:
-            sign = target.sign if known.trusted else unsigned
-            own = headers if known.trusted else _without_credentials(headers)
             try:
-                wire, head, place = self._ask("GET", known.url, target.what, sign, own, target.follow)
+                wire, head, place = self._ask("GET", known, target.what, target.sign, headers, target.follow)
             except Unreachable:
                 self._forget(target.url)
                 raise
@@ -203,7 +197,8 @@ class Web:
             if head.status not in STALE_STATUS:
                 return wire, head, place
             wire.close()
-        wire, head, place = self._ask("GET", target.url, target.what, target.sign, headers, target.follow)
+        first = Place(target.url, True)
+        wire, head, place = self._ask("GET", first, target.what, target.sign, headers, target.follow)
         if place.url != target.url and head.status < 300:
             with self._lock:
                 self._moved[target.url] = place
@@ -223,21 +218,27 @@ class Web:
     # -- one question --------------------------------------------------------------------------------------------
 
     def _ask(
-        self, method: str, url: str, what: str, sign: Sign, headers: dict[str, str], follow: bool
-    ) -> tuple[Wire, Head, _Place]:
-        home, trusted = url, True
+        self, method: str, place: Place, what: str, sign: Sign, headers: dict[str, str], follow: Follow
+    ) -> tuple[Wire, Head, Place]:
+        home = place.url
         for _ in range(REDIRECTS):
-            wire, head = self._ask_once(method, url, what, sign, headers)
-            if head.status not in MOVED_STATUS or not head.get("location") or not follow:
-                return wire, head, _Place(url, trusted)
+            if not place.trusted:
+                sign, headers = unsigned, _without_credentials(headers)
+            wire, head = self._ask_once(method, place.url, what, sign, headers)
+            if head.status not in MOVED_STATUS or not head.get("location") or follow is nowhere:
+                return wire, head, place
+            try:
+                following = follow(head, home, _moved(what, place.url, head.get("location")))
+            except MxError:
+                wire.close()
+                raise
+            if following is None:
+                return wire, head, place
             self._dismiss(wire, head, method)
-            moved = _moved(what, url, head.get("location"))
-            if trusted and not same_place(home, moved):
-                # Credentials are for the host that they were given for, and for no other.
-                sign, trusted = unsigned, False
-                headers = _without_credentials(headers)
-            url = moved
-        raise Unreachable(f"{what}: more than {REDIRECTS} redirects, the last to {redact.url(url)}", permanent=True)
+            # Who was not trusted leads nowhere that is.
+            place = Place(following.url, following.trusted and place.trusted)
+        last = redact.url(place.url)
+        raise Unreachable(f"{what}: more than {REDIRECTS} redirects, the last to {last}", permanent=True)
 
     def _dismiss(self, wire: Wire, head: Head, method: str) -> None:
         if method == "HEAD" or head.length == 0:
@@ -331,18 +332,16 @@ def _moved(what: str, url: str, location: str) -> str:
     return moved
 
 
-def same_place(home: str, moved: str) -> bool:
-    """Whether credentials for `home` may go to `moved`: the same scheme, host and port, or the same host's https."""
-    old, new = urlsplit(home), urlsplit(moved)
-    if old.hostname != new.hostname:
-        return False
-    if old.scheme == "http" and new.scheme == "https":
-        return old.port in (None, 80) and new.port in (None, 443)
-    return (old.scheme, old.port) == (new.scheme, new.port)
-
-
 def _without_credentials(headers: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in headers.items() if name.lower() not in ("authorization", "cookie")}
+    kept = {name: value for name, value in headers.items() if name.lower() not in ("authorization", "cookie")}
+    return {name: value for name, value in kept.items() if not name.lower().startswith("x-amz-")}
+
+
+def _refused(place: Place, what: str, head: Head, body: bytes) -> MxError:
+    error = refusal(what, head, body)
+    if isinstance(error, AccessDenied) and not place.trusted:
+        return AccessDenied(error.what, hint="a redirect led to another host, which is sent no credentials")
+    return error
 
 
 def _via(what: str, asked: str, answered: str) -> str:

@@ -8,10 +8,13 @@ from collections.abc import Callable
 import pytest
 
 from mx_cli.base.errors import UsageError
+from mx_cli.sources.s3_endpoint import Endpoint
+from mx_cli.sources.sigv4 import Keys, Signer
 from tests.rig import cachecheck
 from tests.rig.origins import opened
 from tests.rig.scripted import Asked, published, scripted
 from tests.rig.scripted_origins import Bucket, GoogleBucket, error
+from tests.rig.servers import Tls
 from tests.support import Mx, Result, safetensors_bytes
 
 WEIGHTS = safetensors_bytes({"w": ("U8", (100_000,), None)})
@@ -125,6 +128,172 @@ def test_p25_a_region_that_only_the_endpoints_name_tells(mx: Mx) -> None:
 
     bucket.hook = hook
     assert "the bucket is in eu-west-1" in fetched(mx, bucket).ok().err
+
+
+# --- redirects ---------------------------------------------------------------------------------------------------
+
+SESSION = {"AWS_SESSION_TOKEN": "SESSIONTOKEN1"}
+KEYS = Keys("mxaccess", "mxsecret12345", "SESSIONTOKEN1")
+
+
+def moving(where: Callable[[Asked], str], status: int = 307) -> Bucket:
+    """A store that sends every request away for which `where` gives a place."""
+
+    def hook(asked: Asked) -> bool:
+        if place := where(asked):
+            asked.say(status, b"", {"Location": place})
+        return bool(place)
+
+    return Bucket(OBJECTS, hook)
+
+
+def is_signed(asked: Asked, host: str) -> bool:
+    """Whether the request has the signature that the store would compute for it."""
+    signer = Signer(KEYS, "us-east-1")
+    signer._stamp = lambda: asked.headers["x-amz-date"]  # type: ignore[method-assign]
+    own = {name: value for name, value in asked.headers.items() if name.lower() == "x-amz-checksum-mode"}
+    expected = signer.sign(asked.method, f"http://{host}{asked.path}", own)["Authorization"]
+    return bool(asked.headers["Authorization"] == expected)
+
+
+def from_moved(mx: Mx, bucket: Bucket, uri: str = "s3://b/m", *options: str) -> Result:
+    with scripted(bucket) as server:
+        env = {**bucket.env, **SESSION, "AWS_ENDPOINT_URL_S3": server.url, "MX_RETRY_FOR": "1s"}
+        return mx("prefetch", uri, *options, env=env)
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+@pytest.mark.parametrize("uri", ["s3://b/m", "s3://b/m/model.safetensors"])
+def test_an_object_behind_a_signed_link_is_fetched_without_credentials(mx: Mx, status: int, uri: str) -> None:
+    """Stores before a CDN, or before another store, answer with links that are good by themselves."""
+    with scripted(lambda asked: asked.serve(OBJECTS[asked.path.partition("?")[0].removeprefix("/far/")])) as far:
+
+        def where(asked: Asked) -> str:
+            key = asked.path.partition("?")[0].removeprefix("/b/")
+            return f"{far.url}/far/{key}?X-Amz-Signature=SIGNATURE1" if key in OBJECTS else ""
+
+        result = from_moved(mx, moving(where, status), uri, "--requester-pays", "--range-size", "64KiB")
+    assert far.asked
+    assert result.ok()
+    for asked in far.asked:
+        names = {name.lower() for name in asked.headers}
+        assert not {"authorization", "cookie"} & names
+        assert not [name for name in names if name.startswith("x-amz-")]
+    assert published(mx.cache).items() <= cachecheck.sums(FILES).items()
+
+
+def test_a_signed_link_that_expires_is_asked_for_again(mx: Mx) -> None:
+    good: list[str] = []
+
+    def answer(asked: Asked) -> None:
+        if asked.path.rpartition("=")[2] not in good:
+            asked.say(403, b"expired")
+            return
+        asked.serve(OBJECTS[asked.path.partition("?")[0].removeprefix("/")])
+        if asked.span(1) != (0, 1):
+            good.clear()
+
+    with scripted(answer) as far:
+
+        def where(asked: Asked) -> str:
+            key = asked.path.partition("?")[0].removeprefix("/b/")
+            if key not in OBJECTS:
+                return ""
+            good.append(str(asked.number))
+            return f"{far.url}/{key}?X-Amz-Signature={asked.number}"
+
+        from_moved(mx, moving(where), "s3://b/m", "--range-size", "64KiB", "--max-connections", "1").ok()
+    assert published(mx.cache) == cachecheck.sums(FILES)
+
+
+def test_a_redirect_within_the_store_is_signed_anew(mx: Mx) -> None:
+    """Also of listings; the path is signed as S3 wants it, however the store writes it."""
+    wrong: list[str] = []
+
+    def where(asked: Asked) -> str:
+        host = asked.headers["Host"]
+        if not is_signed(asked, host):
+            wrong.append(asked.path)
+        if asked.path.startswith("/b/moved") or "moved" in asked.path.partition("?")[2]:
+            return ""
+        path, _, query = asked.path.partition("?")
+        moved = path.replace("/b", "/b/moved", 1).replace("m/", "%6d/") if not query else path
+        return f"http://{host}{moved}?moved{'&' if query else ''}{query}"
+
+    bucket = moving(where)
+    bucket.objects |= {f"moved/{key}": data for key, data in OBJECTS.items()}
+    bucket.objects |= {"m/a b+c.json": b"{}", "moved/m/a b+c.json": b"{}"}
+    from_moved(mx, bucket).ok()
+    assert published(mx.cache) == cachecheck.sums(FILES | {"a b+c.json": b"{}"})
+    assert not wrong
+
+
+def test_a_listing_is_not_followed_to_another_host(mx: Mx) -> None:
+    with scripted(Bucket(OBJECTS)) as far:
+        moved = moving(lambda asked: f"{far.url}{asked.path}" if "list-type" in asked.path else "")
+        result = from_moved(mx, moved).exits(11)
+    assert f"the bucket is at another endpoint, {far.url}" in result.err
+    assert "--endpoint-url" in result.err
+    assert not far.asked
+
+
+def test_another_host_that_wants_credentials_is_named(mx: Mx) -> None:
+    with scripted(lambda asked: asked.say(403)) as far:
+        moved = moving(lambda asked: "" if "list-type" in asked.path else f"{far.url}{asked.path}")
+        result = from_moved(mx, moved).exits(11)
+    assert f"(at {far.url}/b/m/" in result.err
+    assert "another host, which is sent no credentials" in result.err
+
+
+def test_another_object_behind_a_redirect_is_not_taken(mx: Mx) -> None:
+    with scripted(lambda asked: asked.serve(bytes(len(WEIGHTS)))) as far:
+        moved = moving(lambda asked: "" if "list-type" in asked.path else f"{far.url}{asked.path}")
+        assert "the object changed" in from_moved(mx, moved).exits(16).err
+
+
+def test_redirects_in_a_circle(mx: Mx) -> None:
+    moved = moving(lambda asked: "" if "list-type" in asked.path else f"http://{asked.headers['Host']}{asked.path}")
+    assert "more than 8 redirects" in from_moved(mx, moved).exits(12).err
+
+
+def test_nothing_is_followed_out_of_an_encrypted_connection(mx: Mx, tls: Tls) -> None:
+    with scripted(Bucket(OBJECTS)) as far:
+        moved = moving(lambda asked: "" if "list-type" in asked.path else f"{far.url}{asked.path}")
+        with scripted(moved, tls) as server:
+            env = {**moved.env, "AWS_ENDPOINT_URL_S3": server.url, "SSL_CERT_FILE": str(tls.ca)}
+            result = mx("prefetch", "s3://b/m", env=env).exits(11)
+    assert "at another endpoint" in result.err
+    assert not far.asked
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "moved", "trusted"),
+    [
+        ("", "https://b.s3.amazonaws.com/k", True),
+        ("", "https://s3.us-east-1.amazonaws.com/b/k", True),
+        ("", "https://b.s3.dualstack.us-east-1.amazonaws.com/k", True),
+        ("", "https://b.s3-fips.us-east-1.amazonaws.com/k", True),
+        ("", "http://b.s3.us-east-1.amazonaws.com/k", None),
+        ("", "https://b.s3.us-east-1.amazonaws.com:444/k", False),
+        ("", "https://b.s3.us-east-1.amazonaws.com.evil.example/k", False),
+        ("", "https://s3.evil.example/b/k", False),
+        ("", "https://d111.cloudfront.net/k", False),
+        ("", "https://x.execute-api.us-east-1.amazonaws.com/k", False),
+        ("", "https://evils3.us-east-1.amazonaws.com/k", False),
+        ("http://store:9000", "http://b.store:9000/k", True),
+        ("http://store:9000", "http://c.store:9000/k", False),
+        ("http://store:9000", "http://store:9001/b/k", False),
+        ("http://store:9000", "https://store:9000/b/k", False),
+        ("http://store", "https://store/b/k", True),
+        ("https://store", "http://store/b/k", None),
+        ("http://store:9000", "http://store:9000@evil.example/b/k", False),
+        ("https://store", "https://s3.us-east-1.amazonaws.com/b/k", False),
+    ],
+)
+def test_who_is_the_same_store(endpoint: str, moved: str, trusted: bool | None) -> None:
+    server = Endpoint("b", endpoint, {}, None)
+    place = server.follow(server.server("us-east-1") + "/k", moved, "us-east-1")
+    assert (None if place is None else place.trusted) is trusted
 
 
 # --- where a bucket is -------------------------------------------------------------------------------------------

@@ -10,8 +10,16 @@ import pytest
 from mx_cli.base.errors import AccessDenied, IntegrityError, MxError, NotFound, OriginChanged, Unreachable
 from mx_cli.engine.ports import NoRanges, ReadItem
 from mx_cli.model.manifest import Entry
-from mx_cli.sources.answers import Target, Unmatched, check_answer, hex_of, parse_content_range, refusal, size_of
-from mx_cli.sources.web import same_place
+from mx_cli.sources.answers import (
+    Target,
+    Unmatched,
+    check_answer,
+    hex_of,
+    parse_content_range,
+    refusal,
+    same_place,
+    size_of,
+)
 from mx_cli.sources.wire import Head
 
 ENTRY = Entry("m.safetensors", 1000, "tag")
