@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,7 +10,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mx_cli.base.errors import IntegrityError, UsageError
-from mx_cli.base.oserrors import explain
 from mx_cli.engine.many import Bell, Member
 from mx_cli.engine.ports import NoRanges, ReadItem
 from mx_cli.engine.retry import patiently
@@ -19,22 +19,21 @@ from mx_cli.flows.context import Context, is_immutable
 from mx_cli.flows.cuts import config_of
 from mx_cli.flows.hash import is_local
 from mx_cli.flows.hash_anything import snapshot_manifest
-from mx_cli.flows.holdings import holding_of
-from mx_cli.flows.parts import named_by_part
+from mx_cli.flows.holdings import placed
+from mx_cli.flows.identify import content_table
+from mx_cli.flows.local_files import LocalFiles, refuse_caches
+from mx_cli.flows.parts import named_by_part, with_prefixes
 from mx_cli.flows.pull_memory import disk_member, locked, no_weights
-from mx_cli.flows.request import Wanted
 from mx_cli.flows.resolve import listing_anew
 from mx_cli.flows.select import READ_LIMIT, usual_of
 from mx_cli.model import header, identity
-from mx_cli.model.header import Header
-from mx_cli.model.holding import HOST, Holding, start_key
+from mx_cli.model.digest import FILE_DTYPE
+from mx_cli.model.holding import HOST, Holding
 from mx_cli.model.manifest import Entry, FileRecord, Listing, Manifest, selection_digest
-from mx_cli.model.selection import RULES_VERSION
-from mx_cli.model.shard_index import check_homes
+from mx_cli.model.selection import RULES_VERSION, index_files
+from mx_cli.model.tables import Table, rows_of, starts_of, table_of_header
 from mx_cli.sources.registry import OpenOrigin
 
-FIRST_READ = 256 << 10
-"""Bytes of a file's beginning that are asked for at once: most headers are smaller."""
 HEADERS_AT_ONCE = 16
 CONFIG = "config.json"
 CONFIG_LIMIT = 16 << 20
@@ -68,7 +67,9 @@ def catalog(model: str, revision: str | None, context: Context) -> tuple[Catalog
             directory = path if path.is_dir() else path.parent
             manifest = snapshot_manifest(context.cache(), str(path), context)
             if manifest is not None:
-                return Catalog(named_by_part(_only_tensors(holding_of(manifest, directory))), {}, directory), origin
+                return _of_snapshot(manifest, directory), origin
+            if path.is_dir():
+                refuse_caches(path, "give")
         else:
             directory = None
         listing = origin.listing(revision or origin.revision or None, context.stop)
@@ -104,25 +105,39 @@ def catalog_of(listing: Listing, origin: OpenOrigin, directory: Path | None, con
     if not weights:
         raise no_weights(listing.uri)
     if other := [path for path in weights if not path.endswith(".safetensors")]:
-        raise UsageError(
-            f"{other[0]} is not safetensors: its tensors cannot be read one by one", hint="mx prefetch brings the files"
-        )
-    read = side_by_side(lambda path: _header(entries[path], origin, context), weights, HEADERS_AT_ONCE, context.stop)
-    headers = dict(zip(weights, read, strict=True))
-    for index in wanted.indexes:
-        check_homes(index, [(shard, [t.name for t in headers[shard].tensors]) for shard in index.shards])
+        raise _no_tensors(other[0])
+    read = side_by_side(lambda path: _table(entries[path], origin, context), weights, HEADERS_AT_ONCE, context.stop)
+    tables = dict(zip(weights, read, strict=True))
+    content_table({path: table.rows for path, table in tables.items()}, wanted)
     beside = tuple(sorted(wanted.files - wanted.weights - {index.name for index in wanted.indexes}))
-    return Catalog(_holding(listing, wanted, headers), entries, directory, beside)
+    return Catalog(with_prefixes(_holding(listing, entries, tables), wanted.prefixes), entries, directory, beside)
 
 
-def _header(entry: Entry, origin: OpenOrigin, context: Context) -> Header:
+def _of_snapshot(manifest: Manifest, directory: Path) -> Catalog:
+    if not manifest.weights:
+        raise no_weights(manifest.uri)
+    if other := sorted({file for file, _, dtype, _, _ in manifest.tensors if dtype == FILE_DTYPE}):
+        raise _no_tensors(other[0])
+    holding = placed(manifest, LocalFiles(directory))
+    if "origin" in manifest.identity:
+        holding = dataclasses.replace(holding, identities=(identity.of_origin(manifest.uri, manifest.revision),))
+    return Catalog(named_by_part(holding), {}, directory, tuple(beside(manifest)))
+
+
+def _no_tensors(path: str) -> UsageError:
+    return UsageError(
+        f"{path} is not safetensors: its tensors cannot be read one by one", hint="mx prefetch brings the files"
+    )
+
+
+def _table(entry: Entry, origin: OpenOrigin, context: Context) -> Table:
     if entry.size is None:
         raise UsageError(f"{entry.path}: the origin does not say how large it is, so no piece of it can be read")
-    first = _bytes(entry, 0, min(entry.size, FIRST_READ), origin, context)
-    needed = header.header_length(first, entry.size, entry.path)
-    if needed > len(first):
-        first += _bytes(entry, len(first), needed - len(first), origin, context)
-    return header.parse_header(first, entry.size, entry.path)
+
+    def piece(offset: int, length: int) -> bytes:
+        return _bytes(entry, offset, length, origin, context)
+
+    return table_of_header(header.read_header(piece, entry.size, entry.path))
 
 
 def _bytes(entry: Entry, offset: int, length: int, origin: OpenOrigin, context: Context) -> bytes:
@@ -151,39 +166,19 @@ def _bytes(entry: Entry, offset: int, length: int, origin: OpenOrigin, context: 
     return patiently(entry.path, once, gate, context.stop, context.settings.retry_for, context.on_retry)
 
 
-def _holding(listing: Listing, wanted: Wanted, headers: dict[str, Header]) -> Holding:
-    rows: list[tuple[str, str, str, tuple[int, ...], tuple[str, ...]]] = []
-    starts: dict[str, int] = {}
-    homes: dict[str, str] = {}
-    for path, found in headers.items():
-        for tensor in found.tensors:
-            name = wanted.prefixes[path] + tensor.name
-            if name in homes:
-                raise IntegrityError(f"tensor {name!r} stands in two files ({homes[name]}, {path})")
-            homes[name] = path
-            rows.append((path, name, tensor.dtype, tensor.shape, ()))
-            starts[start_key(path, name)] = tensor.start
+def _holding(listing: Listing, entries: Mapping[str, Entry], tables: Mapping[str, Table]) -> Holding:
     manifest = Manifest(
         uri=listing.uri,
         revision=listing.revision,
-        selection=selection_digest(headers),
+        selection=selection_digest(tables),
         rules=RULES_VERSION,
         directory="",
-        files=tuple(FileRecord(path, found.file_size, "") for path, found in headers.items()),
-        weights=tuple(headers),
-        tensors=tuple(rows),
+        files=tuple(FileRecord(path, entries[path].size or 0, "") for path in tables),
+        weights=tuple(tables),
+        tensors=rows_of(tables),
     )
     known = (identity.of_origin(listing.uri, listing.revision),) if listing.revision else ()
-    return Holding(manifest, known, starts)
-
-
-def _only_tensors(holding: Holding) -> Holding:
-    if not holding.manifest.weights:
-        raise no_weights(holding.manifest.uri)
-    others = sorted({tensor.file for tensor in holding.tensors if tensor.dtype == "file"})
-    if others:
-        raise UsageError(f"{others[0]} is not safetensors: its tensors cannot be read one by one")
-    return holding
+    return Holding(manifest, known, starts_of(tables))
 
 
 def found_config(found: Catalog, origin: OpenOrigin) -> Mapping[str, Any] | None:
@@ -197,14 +192,7 @@ def found_config(found: Catalog, origin: OpenOrigin) -> Mapping[str, Any] | None
 def local_config(directory: Path) -> Mapping[str, Any] | None:
     """The config.json of a directory, None where there is none. A small read."""
     path = directory / CONFIG
-    return config_of(_content(path) if path.is_file() else None)
-
-
-def _content(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise explain(error, f"reading {path}") from None
+    return config_of(LocalFiles(directory).read(CONFIG) if path.is_file() else None)
 
 
 def member(found: Catalog, origin: OpenOrigin, bell: Bell, context: Context, device: int = HOST) -> Member:
@@ -218,6 +206,12 @@ def member(found: Catalog, origin: OpenOrigin, bell: Bell, context: Context, dev
 def files_beside(found: Catalog, origin: OpenOrigin) -> dict[str, Callable[[], bytes]]:
     """What reads each file that is wanted beside the weights (configuration, tokenizer), by path. Small reads; they block."""
     if found.directory is not None:
-        place = found.directory
-        return {path: functools.partial(_content, place / path) for path in found.beside if (place / path).is_file()}
+        files = LocalFiles(found.directory)
+        return {path: functools.partial(files.read, path) for path in found.beside}
     return {path: functools.partial(origin.read, found.entries[path], READ_LIMIT) for path in found.beside}
+
+
+def beside(manifest: Manifest) -> list[str]:
+    """The files beside the weights: configuration, tokenizer. What lists the weights' files says nothing of a part."""
+    indexes = set(index_files([record.path for record in manifest.files]))
+    return [record.path for record in manifest.files if record.path not in {*manifest.weights, *indexes}]

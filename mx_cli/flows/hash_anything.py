@@ -13,8 +13,9 @@ from mx_cli.cache.snapshots import Snapshots
 from mx_cli.flows.context import Context, is_immutable, moving_name
 from mx_cli.flows.hash import CHECKPOINT, HashResult, hash_model, is_local
 from mx_cli.model import hf_config
-from mx_cli.model.digest import TensorDigest, table_of
+from mx_cli.model.digest import TensorDigest
 from mx_cli.model.manifest import Manifest
+from mx_cli.model.tables import rows_in
 
 
 def hash_anything(
@@ -85,7 +86,7 @@ def _largest(snapshots: Snapshots, directory: str) -> Manifest | None:
 
 def known_rows(manifest: Manifest) -> Mapping[str, Sequence[TensorDigest]]:
     """The manifest's tensor tables by file."""
-    tables = {path: table_of(manifest, path, path) for path in manifest.weights}
+    tables = {path: rows_in(manifest, path, path) for path in manifest.weights}
     return {path: rows for path, rows in tables.items() if rows is not None}
 
 

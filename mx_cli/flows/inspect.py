@@ -19,12 +19,16 @@ JSON_LIMIT = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What was found: `digests` are the origin's that matched, `rows` the tensors' (None: no table), `warning` what is odd."""
+    """What was found: `digests` are the origin's that matched, `rows` the tensors' (None: no table), `warning` what is odd.
+
+    `starts`: the first byte in the file of each of the rows.
+    """
 
     xxh3: str
     digests: Mapping[str, str]
     rows: Sequence[TensorDigest] | None
     warning: str = ""
+    starts: Sequence[int] = ()
 
 
 class Inspection:
@@ -75,13 +79,15 @@ class Inspection:
     def verdict(self, fd: int, size: int) -> Verdict:
         """After `finish`. Raises IntegrityError for a format that is wrong and not proven to be the origin's own."""
         rows: Sequence[TensorDigest] | None = None
+        starts: Sequence[int] = ()
         try:
             header.check_payload(self._entry.path, bytes(self._head), size)
             if self._problem:
                 raise self._problem
             if self._is_weight:
                 tensors = self._tensors or digester(self._entry.path, size)
-                rows = tensors.finish() if self._entry.size is not None else None
+                if self._entry.size is not None:
+                    rows, starts = tensors.finish(), tensors.starts
             if self._wants_json and not self._origin.kind and size <= JSON_LIMIT:
                 json_strict.parse(bytes(self._json), self._entry.path, error=IntegrityError)
         except IntegrityError as error:
@@ -90,7 +96,7 @@ class Inspection:
             if is_plainly_else or is_broken or not self._proven(fd):
                 raise
             return Verdict(self._whole.value, self._matched(), None, f"{error.what}; the origin holds it so")
-        return Verdict(self._whole.value, self._matched(), rows)
+        return Verdict(self._whole.value, self._matched(), rows, starts=starts)
 
     def _matched(self) -> dict[str, str]:
         if self._vouched:

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mx_cli.base import oserrors
 from mx_cli.base.cancel import Stop
-from mx_cli.base.errors import IntegrityError, MxError, NotFound, UsageError
+from mx_cli.base.errors import IntegrityError, NotFound, UsageError
+from mx_cli.engine.verify import read_through
 from mx_cli.flows.digest_memory import DigestMemory
+from mx_cli.flows.local_files import ADVICE, LocalFiles, explain, explained, refuse_caches
 from mx_cli.model import hf_config, json_strict, shard_index
-from mx_cli.model.digest import FILE_DTYPE, TensorDigest, digester, merge
+from mx_cli.model.digest import TensorDigest, digester
 from mx_cli.model.selection import Selection, index_files, is_weight, read_index, select
+from mx_cli.model.tables import whole_table
 
-BUFFER = 4 << 20
 MAX_FILES = 100_000
 _SKIPPED = (".git", ".cache", ".locks")
-_ADVICE = "give a directory with config.json or weights, a config.json, or a .safetensors or .gguf file"
 
 
 class LocalModel:
@@ -36,7 +34,8 @@ class LocalModel:
         if "\0" in path:
             raise UsageError(f"not a path ({path!a}: NUL in it)")
         self.path = Path(path).expanduser()
-        info = _stat(self.path)
+        with explained(self.path):
+            info = os.stat(self.path)
         self.folder = self.path
         self.selection: Selection | None = None
         if stat.S_ISREG(info.st_mode):
@@ -45,7 +44,7 @@ class LocalModel:
         elif stat.S_ISDIR(info.st_mode):
             self._open_folder()
         else:
-            raise UsageError(f"not a file or a directory ({self.path})", hint=_ADVICE)
+            raise UsageError(f"not a file or a directory ({self.path})", hint=ADVICE)
 
     def _open_file(self, name: str, size: int) -> None:
         if shard_index.is_index(name):
@@ -54,10 +53,10 @@ class LocalModel:
         if is_weight(name):
             self.selection = select([(name, size)])
         elif not self.config_name:
-            raise UsageError(f"neither weights nor a config ({self.path})", hint=_ADVICE)
+            raise UsageError(f"neither weights nor a config ({self.path})", hint=ADVICE)
 
     def _open_folder(self) -> None:
-        _refuse_caches(self.path)
+        refuse_caches(self.path, "mx hash")
         listing = list(_walk(self.path))
         names = {name for name, _ in listing}
         self.config_name = "config.json" if "config.json" in names else None
@@ -71,16 +70,11 @@ class LocalModel:
         if any(map(is_weight, names)):
             self.selection = select(listing, indexes)
         elif not self.config_name:
-            raise NotFound(f"no config.json and no weights ({self.path}: {len(names)} files)", hint=_ADVICE)
+            raise NotFound(f"no config.json and no weights ({self.path}: {len(names)} files)", hint=ADVICE)
 
     def read_small(self, name: str) -> bytes:
         """The bytes of a JSON file of the model."""
-        path = self.folder / name
-        with _opened(path) as (fd, _):
-            data = bytearray()
-            while len(data) <= json_strict.MAX_BYTES and (piece := os.read(fd, 1 << 20)):
-                data += piece
-        return bytes(data)
+        return LocalFiles(self.folder).read(name, json_strict.MAX_BYTES)
 
     def config(self) -> dict[str, Any] | None:
         """The normalised config, None when there is none."""
@@ -112,9 +106,9 @@ class LocalModel:
         def rows(path: str) -> Sequence[TensorDigest]:
             return known[path] if path in known else self._rows(path, memory, check, on_bytes)
 
-        weights = self.selection.weights
-        with ThreadPoolExecutor(max(1, min(threads, len(weights)))) as pool:
-            pending = [pool.submit(rows, path) for path, _ in weights]
+        prefixes = dict(self.selection.weights)
+        with ThreadPoolExecutor(max(1, min(threads, len(prefixes)))) as pool:
+            pending = [pool.submit(rows, path) for path in prefixes]
             try:
                 found = [future.result() for future in pending]
             except BaseException as error:
@@ -122,24 +116,24 @@ class LocalModel:
                 ended.append(error)
                 pool.shutdown(cancel_futures=True)
                 raise
-        self._check_indexes(dict(zip((path for path, _ in weights), found, strict=True)))
-        return merge((path, prefix, found[at]) for at, (path, prefix) in enumerate(weights))
+        tables = dict(zip(prefixes, found, strict=True))
+        return whole_table(tables, prefixes, self.selection.indexes)
 
     def _rows(
         self, path: str, memory: DigestMemory | None, check: Callable[[], None], on_bytes: Callable[[int], None]
     ) -> tuple[TensorDigest, ...]:
-        with _opened(self.folder / path) as (fd, info):
+        with LocalFiles(self.folder).opened(path) as (fd, info):
             remembered = memory.recall(path, info) if memory else None
             if remembered is not None:
                 return remembered
             taker = digester(path, info.st_size)
-            buffer = memoryview(bytearray(min(BUFFER, info.st_size)))
-            left = info.st_size
-            while left and (count := os.readv(fd, [buffer[:left]])):
-                taker.update(buffer[:count])
-                left -= count
-                on_bytes(count)
+
+            def take(view: memoryview) -> None:
+                taker.update(view)
+                on_bytes(len(view))
                 check()
+
+            read_through(fd, take, 0, info.st_size)
             after = os.fstat(fd)
             if (after.st_size, after.st_mtime_ns) != (info.st_size, info.st_mtime_ns):
                 raise IntegrityError(
@@ -150,11 +144,6 @@ class LocalModel:
                 memory.remember(path, info, rows)
             return rows
 
-    def _check_indexes(self, rows: Mapping[str, Sequence[TensorDigest]]) -> None:
-        for index in self.selection.indexes if self.selection else ():
-            tables = {path: found for path, found in rows.items() if not any(row.dtype == FILE_DTYPE for row in found)}
-            shard_index.check_homes(index, [(path, [row.name for row in found]) for path, found in tables.items()])
-
 
 def _walk(top: Path) -> Iterator[tuple[str, int]]:
     """(relative path, size) of the regular files below, links followed, each folder once."""
@@ -163,7 +152,7 @@ def _walk(top: Path) -> Iterator[tuple[str, int]]:
     count = 0
     while waiting:
         folder = waiting.pop()
-        with _explained(top / folder):
+        with explained(top / folder):
             info = os.stat(top / folder)
             entries = sorted(os.scandir(top / folder), key=lambda entry: entry.name)
         if (info.st_dev, info.st_ino) in seen:
@@ -179,7 +168,7 @@ def _walk(top: Path) -> Iterator[tuple[str, int]]:
                 yield path, found
                 count += 1
         if count > MAX_FILES:
-            raise UsageError(f"not a model ({top}: more than {MAX_FILES} files)", hint=_ADVICE)
+            raise UsageError(f"not a model ({top}: more than {MAX_FILES} files)", hint=ADVICE)
 
 
 def _kind(entry: os.DirEntry[str], path: str, top: Path) -> int | None:
@@ -190,7 +179,7 @@ def _kind(entry: os.DirEntry[str], path: str, top: Path) -> int | None:
     except OSError as error:
         if not matters:
             return -1
-        raise _explain(error, top / path) from None
+        raise explain(error, top / path) from None
     if stat.S_ISDIR(info.st_mode):
         return None
     if stat.S_ISREG(info.st_mode):
@@ -200,53 +189,3 @@ def _kind(entry: os.DirEntry[str], path: str, top: Path) -> int | None:
             f"not a regular file ({top / path})", hint="replace the pipe, socket or device by the file itself"
         )
     return -1
-
-
-def _refuse_caches(path: Path) -> None:
-    snapshots = path / "snapshots"
-    if snapshots.is_dir() and ((path / "blobs").is_dir() or (path / "refs").is_dir()):
-        found = sorted(item.name for item in snapshots.iterdir())
-        advice = f"mx hash {snapshots / found[-1]}" if found else "fetch a snapshot first: mx prefetch hf://org/name"
-        raise UsageError(f"a cache of several revisions, not one of them ({path})", hint=advice)
-    with _explained(path):
-        names = os.listdir(path)
-    if "CACHEDIR.TAG" in names or any(name.startswith(("models--", "datasets--")) for name in names):
-        raise UsageError(f"a cache of models, not one of them ({path})", hint="give a snapshot's directory in it")
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[tuple[int, os.stat_result]]:
-    with _explained(path):
-        # O_NONBLOCK: a pipe that took the file's place must not block the open.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            info = os.fstat(fd)
-            if not stat.S_ISREG(info.st_mode):
-                raise UsageError(f"not a regular file ({path})", hint=_ADVICE)
-            yield fd, info
-        finally:
-            os.close(fd)
-
-
-def _stat(path: Path) -> os.stat_result:
-    with _explained(path):
-        return os.stat(path)
-
-
-@contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise _explain(error, path) from None
-
-
-def _explain(error: OSError, path: Path) -> MxError:
-    if error.errno in (errno.ENOENT, errno.ENOTDIR):
-        dangling = os.path.islink(path)
-        return NotFound(f"{'a link to nothing' if dangling else 'no such file or directory'} ({path})", hint=_ADVICE)
-    if error.errno == errno.ELOOP:
-        return UsageError(f"symbolic links in a circle ({path})", hint=_ADVICE)
-    if error.errno == errno.ENAMETOOLONG:
-        return UsageError(f"a name that is too long ({str(path)[:60]}…)", hint=_ADVICE)
-    return oserrors.explain(error, f"reading {path}")

@@ -12,9 +12,9 @@ from mx_cli.base.cancel import Stop
 from mx_cli.base.capability import FAIL, OK, Capability
 from mx_cli.base.config import resolve
 from mx_cli.base.errors import MxError
-from mx_cli.base.oserrors import explain
 from mx_cli.flows.context import Context
 from mx_cli.flows.hash import is_local
+from mx_cli.flows.local_files import LocalFiles
 from mx_cli.flows.local_model import LocalModel
 from mx_cli.flows.prefetch import preview
 from mx_cli.flows.request import Request
@@ -64,11 +64,8 @@ def _check_local(model: str) -> None:
     """Raises MxError for what is no model, and for weights whose first bytes show that they are none. A small read of each."""
     local = LocalModel(model)
     for name, _ in local.selection.weights if local.selection else ():
-        try:
-            with open(local.folder / name, "rb") as file:
-                check_payload(name, file.read(SNIFF_BYTES), os.fstat(file.fileno()).st_size)
-        except OSError as error:
-            raise explain(error, f"reading {local.folder / name}") from None
+        with LocalFiles(local.folder).opened(name) as (fd, info):
+            check_payload(name, os.pread(fd, SNIFF_BYTES, 0), info.st_size)
 
 
 def _of_identity(model: str, context: Context) -> tuple[Capability, ...]:

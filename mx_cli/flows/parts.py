@@ -20,7 +20,11 @@ def named_by_part(holding: Holding) -> Holding:
     """
     indexes = {path: read_index(path, text.encode()) for path, text in holding.texts.items()}
     files = [(record.path, record.size) for record in holding.manifest.files]
-    prefixes = dict(select(files, indexes).weights) if files else {}
+    return with_prefixes(holding, dict(select(files, indexes).weights) if files else {})
+
+
+def with_prefixes(holding: Holding, prefixes: Mapping[str, str]) -> Holding:
+    """The holding with the prefix of each file before the names of its tensors; the very same one where there is none."""
     if not any(prefixes.values()):
         return holding
     return renamed(holding, lambda file, name: prefixes.get(file, "") + name)

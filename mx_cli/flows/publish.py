@@ -20,8 +20,9 @@ from mx_cli.engine.verify import Consumer
 from mx_cli.flows.context import Context
 from mx_cli.flows.inspect import Inspection
 from mx_cli.flows.request import Clock
-from mx_cli.model.digest import TensorDigest, table_of
+from mx_cli.model.digest import TensorDigest
 from mx_cli.model.manifest import Entry, FileRecord
+from mx_cli.model.tables import rows_in
 
 LARGE = 1 << 20
 OVERLAP = 1 << 30
@@ -51,7 +52,7 @@ class Publisher:
         if made:
             self._published(path, synced=record.size >= LARGE)
         self.records[path] = record
-        rows = table_of(manifest, record.path, path)
+        rows = rows_in(manifest, record.path, path)
         if rows is not None:
             self.rows[path] = rows
         self._meter.have(record.size)

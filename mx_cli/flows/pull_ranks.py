@@ -15,7 +15,7 @@ from mx_cli.engine.buffers import Pool
 from mx_cli.engine.many import Bell
 from mx_cli.engine.route import Taken
 from mx_cli.engine.verify import WholeDigest
-from mx_cli.flows.catalog import Catalog, files_beside, found_config, local_config, member, with_catalog
+from mx_cli.flows.catalog import Catalog, beside, files_beside, found_config, local_config, member, with_catalog
 from mx_cli.flows.context import Context
 from mx_cli.flows.cuts import cut_of
 from mx_cli.flows.group import Peer
@@ -29,8 +29,6 @@ from mx_cli.flows.share_peers import Offered, SharePeering, offered, twins_among
 from mx_cli.flows.targets import check_begun
 from mx_cli.model import identity
 from mx_cli.model.holding import HOST
-from mx_cli.model.manifest import Manifest
-from mx_cli.model.selection import index_files
 from mx_cli.model.share import Share
 from mx_cli.plan.cover import Uncovered, cover
 from mx_cli.plan.ranges import merge_regions
@@ -109,7 +107,7 @@ class RankPull:
         rows = rows_of(holding, shapes, shares, memory.places)
         moved = bring(holding, rows, members, bell, self._context, self._put, memory)
         if self._keep:
-            for path in _beside(holding.manifest):
+            for path in beside(holding.manifest):
                 self._keep(path, (directory / path).read_bytes())
         self._tensors, self.identity = memory.tensors(), taken.result.identity
         return Taken(self._received(name, shares, holding.kinds, [moved], holding.version), taken.reason)
@@ -164,7 +162,7 @@ class RankPull:
         """The small files of a checkpoint, where a peer has them: those that hold tensors only have none."""
         assert self._keep is not None
         for group in found.groups:
-            records = [group.holding.manifest.record(path) for path in _beside(group.holding.manifest)]
+            records = [group.holding.manifest.record(path) for path in beside(group.holding.manifest)]
             sizes = {record.path: record.size for record in records if record}
             if not sizes:
                 continue
@@ -221,12 +219,6 @@ def shares_wanted(puller: Pull) -> list[str]:
         return puller.wanted()
     known = puller.identities()
     return [one.id for one in known] + [identity.of_shares(one).id for one in known if one.kind == "origin"]
-
-
-def _beside(manifest: Manifest) -> list[str]:
-    """The files beside the weights: configuration, tokenizer. What lists the weights' files says nothing of a part."""
-    indexes = set(index_files([record.path for record in manifest.files]))
-    return [record.path for record in manifest.files if record.path not in {*manifest.weights, *indexes}]
 
 
 def parts_of(

@@ -6,14 +6,14 @@ agree. They catch damage, not malice: xxh3 is not collision-resistant.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import xxhash
 
 from mx_cli.base.errors import IntegrityError
 from mx_cli.model import header
-from mx_cli.model.manifest import BLOCK, Manifest
+from mx_cli.model.manifest import BLOCK
 
 FILE_DTYPE = "file"
 
@@ -40,10 +40,12 @@ class TensorDigest(NamedTuple):
 
 
 class Digester(Protocol):
-    """Takes a file's bytes from its start to its end, in any pieces; then gives its rows."""
+    """Takes a file's bytes from its start to its end, in any pieces; then gives its rows, and where each starts in the file."""
 
     def update(self, data: memoryview) -> None: ...
     def finish(self) -> tuple[TensorDigest, ...]: ...
+    @property
+    def starts(self) -> Sequence[int]: ...
 
 
 def digester(path: str, size: int) -> Digester:
@@ -81,6 +83,10 @@ class TensorDigester:
         if self._position != self.size:
             raise _wrong_size(self.name, self._position, self.size)
         return tuple(self._rows)
+
+    @property
+    def starts(self) -> Sequence[int]:
+        return [tensor.start for tensor in self.header.tensors] if self.header else []
 
     def _take_header(self, data: memoryview) -> None:
         """Gather the header, then go on with what follows it."""
@@ -120,6 +126,8 @@ class TensorDigester:
 
 class FileDigester:
     """The one row of a weight file in another format than safetensors."""
+
+    starts = (0,)
 
     def __init__(self, path: str, size: int) -> None:
         self.path, self.size = path, size
@@ -178,39 +186,6 @@ class _Blocks:
         self.taken = 0
         self._digests = []
         return digests
-
-
-def merge(files: Iterable[tuple[str, str, Iterable[TensorDigest]]]) -> tuple[TensorDigest, ...]:
-    """The name-sorted table of a checkpoint, of (path, prefix, rows) for each weight file.
-
-    The prefix (`unet/`, else empty) keeps the parts of a pipeline apart. A name that stands in two files is an
-    IntegrityError: nobody could say which of the two is meant.
-    """
-    table: dict[str, TensorDigest] = {}
-    homes: dict[str, str] = {}
-    twice: list[str] = []
-    for path, prefix, rows in files:
-        for row in rows:
-            # The row of a whole file has the file's path already.
-            name = row.name if row.dtype == FILE_DTYPE else prefix + row.name
-            if name in table:
-                twice.append(f"{name!r} in {homes[name]} and {path}")
-            table[name] = row._replace(name=name)
-            homes[name] = path
-    if twice:
-        shown = "; ".join(twice[:3]) + (f"; and {len(twice) - 3} more" if len(twice) > 3 else "")
-        raise IntegrityError(
-            f"tensors that stand in two files ({shown})", hint="keep one set of weights: --include, --exclude"
-        )
-    return tuple(table[name] for name in sorted(table))
-
-
-def table_of(manifest: Manifest, path: str, name: str) -> list[TensorDigest] | None:
-    """The tensor table of a manifest's file, for a file called `name` with the same bytes; None where it has none."""
-    rows = [TensorDigest(*row[1:]) for row in manifest.tensors if row[0] == path]
-    if not rows and "content" not in manifest.identity:
-        return None
-    return [row._replace(name=name) if row.dtype == FILE_DTYPE else row for row in rows]
 
 
 def _wrong_size(name: str, seen: int, size: int) -> IntegrityError:

@@ -75,7 +75,7 @@ def of_content(
     stage: str = "checkpoint",
     layout: Mapping[str, Any] | None = None,
 ) -> Identity:
-    """The content identity of a table (digest.merge) and a normalised config (hf_config.load), None without one."""
+    """The content identity of a table (tables.whole_table) and a normalised config (hf_config.load), None without one."""
     rows = sorted(table)
     weights = {
         "table": canonical.sha256([row.to_json() for row in rows]),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from mx_cli.base import canonical
@@ -90,7 +91,7 @@ class FileRecord:
         }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Manifest:
     """The commit point: these files of this revision are whole and right. Immutable, one per selection.
 
@@ -112,7 +113,19 @@ class Manifest:
     created: str = ""
 
     def record(self, path: str) -> FileRecord | None:
-        return next((record for record in self.files if record.path == path), None)
+        return self._records.get(path)
+
+    @cached_property
+    def _records(self) -> Mapping[str, FileRecord]:
+        return {record.path: record for record in self.files}
+
+    @cached_property
+    def tables(self) -> Mapping[str, Sequence[tuple[str, str, tuple[int, ...], tuple[str, ...]]]]:
+        """The rows of `tensors` by file."""
+        found: dict[str, list[tuple[str, str, tuple[int, ...], tuple[str, ...]]]] = {}
+        for file, name, dtype, shape, blocks in self.tensors:
+            found.setdefault(file, []).append((name, dtype, shape, blocks))
+        return found
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,11 @@ import mx_cli
 from mx_cli.base import filesystem
 from mx_cli.base.errors import IntegrityError, MxError, NoSpace, NotFound, OriginChanged, Unreachable, UsageError
 from mx_cli.flows.from_python import process_context
+from mx_cli.flows.hash_anything import hash_anything
 from mx_cli.flows.holdings import local_holding
+from mx_cli.flows.prefetch import prefetch
 from mx_cli.flows.pull_memory import table
+from mx_cli.flows.request import Request
 from tests.rig import capabilities, limits, torture
 from tests.rig.big_file import big_file, name_of
 from tests.rig.scripted import Asked, scripted
@@ -504,6 +507,36 @@ def test_T02_direct_reads_that_are_refused_late(
     assert found["loaded"] == found["streamed"] == expected
 
 
+@pytest.mark.parametrize(("times", "after"), [(1, 0), (2, 3), (3, 6)])
+def test_reads_that_fail_for_a_while_are_read_again(
+    times: int, after: int, fault_env: Callable[..., dict[str, str]], tmp_path: Path
+) -> None:
+    """A mount that comes back: the same policy for opening, for headers and for weights."""
+    directory = tmp_path / "model"
+    make_safetensors(directory / "model.safetensors", {f"t{i}": ("U8", [5 * MIB], None) for i in range(4)})
+    env = {**os.environ, **fault_env(directory, READ="EIO", READ_TIMES=times, READ_AFTER=after)}
+    done = subprocess.run(
+        [sys.executable, "-c", READER, directory], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    expected = {name: hashlib.sha256(data).hexdigest() for name, data in bytes_of(directory).items()}
+    assert found["loaded"] == found["streamed"] == expected
+
+
+def test_reads_that_go_on_failing_end_with_what_the_disk_said(
+    fault_env: Callable[..., dict[str, str]], tmp_path: Path
+) -> None:
+    directory = tmp_path / "model"
+    make_safetensors(directory / "model.safetensors", {"t": ("U8", [5 * MIB], None)})
+    env = {**os.environ, **fault_env(directory, READ="EIO", READ_AFTER=2), "MX_RETRY_FOR": "1s"}
+    done = subprocess.run(
+        [sys.executable, "-c", READER, directory], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert "Unreachable" in done.stderr
+    assert f"{directory}/model.safetensors: Input/output error (gave up after" in done.stderr
+
+
 def need_disk(path: Path) -> None:
     with open(path, "rb") as file:
         if filesystem.kind(file.fileno()) in filesystem.IN_MEMORY:
@@ -615,6 +648,78 @@ def test_T03_a_peer_refuses_what_the_disk_does(tmp_path: Path) -> None:
             # A directory is none of the files, whatever its name.
             assert (f"{directory}: no weights" if name[:3] == "m39" else f"{path.name}: ") in said
             assert verdict(lambda model: table(local_holding(Path(model), context)), directory) == said
+
+
+def two_shards(top: Path, index: str, shards: Mapping[str, str]) -> Path:
+    """A directory of files `shards`, each with the tensor of that name, and an index that says the same."""
+    for shard, name in shards.items():
+        make_safetensors(top / shard, {name: ("F32", (4,), None)})
+    (top / "config.json").write_text("{}")
+    (top / index).write_text(json.dumps({"weight_map": {name: shard for shard, name in shards.items()}}))
+    return top
+
+
+def swap(top: Path) -> Path:
+    one, other = sorted(top.glob("*.safetensors"))
+    kept = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(kept)
+    return top
+
+
+def give_one_twice(top: Path) -> Path:
+    (top / INDEX).unlink()
+    one, other = sorted(top.glob("*.safetensors"))
+    other.write_bytes(one.read_bytes())
+    return top
+
+
+def hide_in_a_cache(top: Path) -> Path:
+    root = top.parent / "models--a--b"
+    (root / "refs").mkdir(parents=True)
+    (root / "snapshots").mkdir()
+    top.rename(root / "snapshots" / "abc")
+    return root
+
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize("change", [swap, give_one_twice, hide_in_a_cache])
+def test_what_is_no_checkpoint_is_refused_alike_whoever_reads_it(
+    change: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    """By `mx hash`, by a load, and by a peer before it offers anything."""
+    names = {"model-00001-of-00002.safetensors": "a", "model-00002-of-00002.safetensors": "b"}
+    model, context = change(two_shards(tmp_path / "m", INDEX, names)), process_context({})
+    said = set()
+    for way in (lambda: hash_anything(str(model), context), lambda: load(model), lambda: local_holding(model, context)):
+        with pytest.raises(MxError) as caught:
+            way()
+        said.add((type(caught.value), caught.value.what))
+    assert len(said) == 1
+
+
+def test_shards_that_are_no_safetensors_have_one_identity(tmp_path: Path) -> None:
+    """Their index names tensors that only their own library finds: of a directory, of its snapshot, and as a peer says it."""
+    names = {"pytorch_model-00001-of-00002.bin": "a", "pytorch_model-00002-of-00002.bin": "b"}
+    model, context = two_shards(tmp_path / "m", "pytorch_model.bin.index.json", names), process_context({})
+    for path in model.glob("*.bin"):
+        path.write_bytes(b"PK\3\4" + noise(path.name, 1000))
+    content = hash_anything(str(model), context).choose("content").id
+    snapshot = prefetch(Request(f"file://{model}"), context)
+    assert snapshot.identity["content"] == content
+    for path in (model, snapshot.directory):
+        assert content in {one.id for one in local_holding(path, context).identities}
+
+
+def test_a_part_of_a_snapshot_has_the_files_beside_it(mx: Mx, tmp_path: Path) -> None:
+    make_safetensors(tmp_path / "m" / "model.safetensors", {"a": ("F32", (4, 4), None)})
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / "m" / name).write_text("{}")
+    snapshot = mx("prefetch", f"file://{tmp_path}/m").ok().out.strip()
+    mx("pull", snapshot, "--rank", "0/1", "--route", "stream", "--to", tmp_path / "to").ok()
+    assert {"config.json", "tokenizer.json"} < {path.name for path in (tmp_path / "to").iterdir()}
 
 
 def test_T03_serve_names_the_file_and_the_cause(mx: Mx, tmp_path: Path) -> None:

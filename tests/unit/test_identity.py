@@ -18,6 +18,7 @@ from mx_cli.model.digest import TensorDigest
 from mx_cli.model.identity import Identity
 from mx_cli.model.layout import layout
 from mx_cli.model.manifest import BLOCK
+from mx_cli.model.tables import whole_table
 from tests.rig import torture
 
 
@@ -117,7 +118,8 @@ def test_H14_other_weights_are_a_row_for_each_file() -> None:
 
 
 def content(*files: dict[str, bytes], config: dict[str, Any] | None = None) -> Identity:
-    table = digest.merge((f"m-{i}", "", rows(checkpoint_file(tensors))) for i, tensors in enumerate(files))
+    found = {f"m-{i}": rows(checkpoint_file(tensors)) for i, tensors in enumerate(files)}
+    table = whole_table(found, dict.fromkeys(found, ""))
     return identity.of_content(table, config)
 
 
@@ -156,8 +158,8 @@ def test_name_dtype_shape_and_config_count() -> None:
 def test_duplicate_tensors_are_named() -> None:
     shard = rows(checkpoint_file({"a": b"1", "b": b"2"}))
     with pytest.raises(IntegrityError, match=r"'a' in one and two; 'b' in one and two"):
-        digest.merge([("one", "", shard), ("two", "", shard)])
-    assert [row.name for row in digest.merge([("one", "unet/", shard), ("two", "vae/", shard)])] == [
+        whole_table({"one": shard, "two": shard}, {"one": "", "two": ""})
+    assert [row.name for row in whole_table({"one": shard, "two": shard}, {"one": "unet/", "two": "vae/"})] == [
         "unet/a",
         "unet/b",
         "vae/a",
