@@ -1,7 +1,8 @@
 """The one table of settings: option, variable, file key, default, and where each value came from.
 
 Precedence: option > variable > TOML file > default. The file is `--config`, `MX_CONFIG`, else
-`$XDG_CONFIG_HOME/mx/config.toml`; its keys are the field names below. Nothing else in mx reads the environment.
+`$XDG_CONFIG_HOME/mx/config.toml`; its keys are the field names below, and those of options that one command has. Nothing
+else in mx reads the environment.
 """
 
 from __future__ import annotations
@@ -228,16 +229,17 @@ def resolve(
     options: Mapping[str, Any],
     environ: Mapping[str, str] | None = None,
     config: Path | None = None,
-    known: Collection[str] = (),
+    known: Collection[str] | None = None,
 ) -> Resolved:
     """Merge the four layers. `options` holds values as text (None = not given) or already parsed.
 
-    `known` names the MX_ variables that are not settings but options of commands: they are not misspelt ones.
+    `known` names the MX_ variables that are not settings but options of commands: they, and the file's keys for them, are
+    not misspelt ones. Who does not know them takes no key for one.
 
     Raises UsageError naming the option, variable or file key at fault. Reads at most one file; idempotent.
     """
     env = dict(os.environ if environ is None else environ)
-    file, path = _read_file(config, env)
+    file, path = _read_file(config, env, known)
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for name, spec in FIELDS.items():
@@ -248,7 +250,18 @@ def resolve(
                 break
         else:
             origins[name] = "default"
-    return Resolved(Settings(**values), origins, tuple(_misspelt(env, known)), env)
+    return Resolved(Settings(**values), origins, tuple(_misspelt(env, known or ())), env)
+
+
+def option_key(variable: str) -> str:
+    """The key in the file of an option that is no setting, by its MX_ variable; an empty string where there is none."""
+    return "" if variable == "MX_CONFIG" else variable.removeprefix("MX_").lower()
+
+
+def written_options(config: Path | None, known: Collection[str]) -> dict[str, str | list[str]]:
+    """What the file says of options that are no settings, by key. `known` names their variables. Raises UsageError."""
+    data, _ = _read_file(config, dict(os.environ), known)
+    return {key: value for key, value in data.items() if key not in FIELDS}
 
 
 def outlets(options: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Settings:
@@ -285,7 +298,9 @@ def _parse(spec: dataclasses.Field[Any], raw: Any, origin: str) -> Any:
         raise UsageError(f"{origin}: {error.what}", hint=error.hint) from None
 
 
-def _read_file(config: Path | None, env: Mapping[str, str]) -> tuple[dict[str, Any], str]:
+def _read_file(
+    config: Path | None, env: Mapping[str, str], known: Collection[str] | None
+) -> tuple[dict[str, Any], str]:
     named = config or (Path(env["MX_CONFIG"]) if env.get("MX_CONFIG") else None)
     home = env.get("XDG_CONFIG_HOME") or (env.get("HOME", "") + "/.config" if env.get("HOME") else "")
     path = named or (Path(home) / "mx" / "config.toml" if home else None)
@@ -308,15 +323,25 @@ def _read_file(config: Path | None, env: Mapping[str, str]) -> tuple[dict[str, A
         raise UsageError(f"cannot read the configuration file {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise UsageError(f"cannot read the configuration file {path}: {error}") from None
-    unknown = sorted(set(data) - set(FIELDS))
-    if unknown:
-        raise UsageError(f"{path}: unknown settings: {', '.join(unknown)}", hint="mx config lists all settings")
+    unknown = sorted(set(data) - set(FIELDS) - {option_key(variable) for variable in known or ()})
+    if unknown and known is not None:
+        hint = "mx config lists all settings, and --help the options of a command"
+        raise UsageError(f"{path}: unknown settings: {', '.join(unknown)}", hint=hint)
     secret = sorted(set(data) & SECRET)
     if secret:
         raise UsageError(
             f"{path}: secrets do not belong into this file: {', '.join(secret)}", hint="use --hf-token-file"
         )
-    return {name: _written(value, f"{path}: {name}", FIELDS[name].default) for name, value in data.items()}, str(path)
+    return {name: _read_value(name, value, f"{path}: {name}") for name, value in data.items()}, str(path)
+
+
+def _read_value(name: str, value: Any, where: str) -> str | list[str]:
+    """The value of a setting, or of an option of a command, which alone may be a list. Raises UsageError."""
+    if name in FIELDS:
+        return _written(value, where, FIELDS[name].default)
+    if isinstance(value, list):
+        return [_written(part, where, "") for part in value]
+    return _written(value, where, False) or ("false" if value is False else "")
 
 
 def _written(value: Any, where: str, default: Any) -> str:

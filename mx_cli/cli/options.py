@@ -1,19 +1,23 @@
 """Options made from the table of settings, so that each has its variable in the help and one place to be read.
 
-A command's own options get a variable of their name too: `--dry-run` is MX_DRY_RUN. The parser reads those.
+A command's own options get a variable of their name too: `--dry-run` is MX_DRY_RUN. The parser reads those, and what the
+configuration file says of them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, Optional, get_args, get_origin, get_type_hints
 
 import typer
 from typer.models import OptionInfo
 
-from mx_cli.base.config import FIELDS, own_variable
+from mx_cli.base.config import FIELDS, option_key, own_variable, written_options
+from mx_cli.base.errors import UsageError
 from mx_cli.cli.help_text import EVERYWHERE
 from mx_cli.cli.session import Session
 
@@ -145,6 +149,27 @@ def command(*groups: tuple[str, ...]) -> Callable[[Command], Command]:
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 
+def _hear_file(context: typer.Context, config: Optional[str]) -> Optional[str]:  # noqa: UP045 - typer reads the objects
+    """What the file says of the command's own options stands in for their defaults. Called before they are parsed."""
+    # What is wrong with the file is said where the settings are read.
+    with contextlib.suppress(UsageError):
+        written = written_options(Path(config) if config else None, VARIABLES)
+        context.default_map = {
+            str(param.name): _for_parser(param, written[key])
+            for param in context.command.params
+            if (key := option_key(str(param.envvar or ""))) in written
+        }
+    return config
+
+
+def _for_parser(param: Any, value: str | list[str]) -> str | list[str]:
+    if param.multiple:
+        return value.split() if isinstance(value, str) else value
+    if isinstance(value, list):
+        raise typer.BadParameter(f"{param.opts[0]}: one value is expected, not a list")
+    return value
+
+
 def _everywhere(name: str, default: Any, kind: Any, option: Any) -> inspect.Parameter:
     option.rich_help_panel = EVERYWHERE
     return inspect.Parameter(name, _KEYWORD, default=default, annotation=with_variable(Annotated[kind, option]))
@@ -155,7 +180,7 @@ _EVERYWHERE = [
         "config",
         None,
         Optional[str],  # noqa: UP045
-        typer.Option("--config", help="TOML file of settings", metavar="FILE"),
+        typer.Option("--config", help="TOML file of settings", metavar="FILE", callback=_hear_file, is_eager=True),
     ),
     _everywhere("json", False, bool, typer.Option("--json", help="one JSON document on stdout, errors too")),
     _everywhere("quiet", False, bool, typer.Option("-q", "--quiet", help="only warnings and errors on stderr")),

@@ -14,7 +14,7 @@ import typer
 
 from mx_cli.base.config import asks_for_json, resolve
 from mx_cli.cli.app import app
-from tests.support import Mx
+from tests.support import Mx, Result
 
 # prefetch gives these to the command that it starts.
 GIVEN = {"MX_DIR", "MX_IDENTITY"}
@@ -106,6 +106,45 @@ def test_a_variable_beats_the_file_and_the_file_the_default(mx: Mx, tmp_path: Pa
     assert (rows["ttl"]["value"], rows["ttl"]["origin"]) == (30.0, "MX_TTL")
     assert (rows["beat"]["value"], rows["beat"]["origin"]) == (3.0, "--beat")
     assert rows["retry_for"]["origin"] == "default"
+
+
+def planned(result: Result) -> set[str]:
+    return {row["path"] for row in result.ok().json()["files"]}
+
+
+def test_the_file_stands_in_for_the_options_of_a_command(mx: Mx, files: Path, tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text('include = ["a.*", "no such"]\ndry_run = true\njson = true\n')
+    assert planned(mx("prefetch", files, env={"MX_CONFIG": config})) == {"a.txt"}
+    assert planned(mx("prefetch", files, "--config", config, env={"MX_INCLUDE": "b.* c.*"})) == {"b.txt", "c.txt"}
+    assert planned(mx("prefetch", files, "--config", config, "--include", "b.*")) == {"b.txt"}
+    config.write_text('include = "b.* c.*"\ndry_run = false\n')
+    assert planned(mx("prefetch", files, "--config", config, "--dry-run", "--json")) == {"b.txt", "c.txt"}
+    assert listed(mx("prefetch", files, "--config", config).ok().out.strip()) == ["b.txt", "c.txt"]
+
+
+def test_options_of_commands_in_the_file_disturb_no_other_reader(mx: Mx, files: Path, tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text('max_readers = 3\nlisten = "127.0.0.1:0"\n')
+    mx("prefetch", files, "--config", config).ok()
+    # Its rows are measured in processes of their own.
+    assert "unknown" not in mx("doctor", files, "--config", config).out
+    assert resolve({}, {}, config).settings.ttl == 20.0
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("yes = true", "unknown settings: yes"),
+        ('config = "other.toml"', "unknown settings: config"),
+        ("keep_last = [1]", "--keep-last: one value is expected, not a list"),
+        ('keep_last = "few"', "--keep-last"),
+        ("keep_last = 2026-01-01", "config.toml: keep_last: not a text or a number"),
+    ],
+)
+def test_wrong_options_in_the_file(mx: Mx, tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "config.toml").write_text(text)
+    assert says in mx("cache", "gc", "--config", tmp_path / "config.toml").exits(2).err
 
 
 def test_what_is_no_configuration_file_is_refused_at_once(mx: Mx, tmp_path: Path) -> None:
