@@ -6,9 +6,10 @@ import errno
 import os
 from pathlib import Path
 
-from mx_cli.base.errors import FilesystemRefused, MxError, NoSpace
+from mx_cli.base.errors import FilesystemRefused, MxError, NoSpace, Unreachable
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_PASSING = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EREMOTEIO})
 
 
 def explain(error: OSError, what: str) -> MxError:
@@ -23,6 +24,13 @@ def explain(error: OSError, what: str) -> MxError:
         said += f" (this process is uid {os.geteuid()}, groups {groups})"
     many = error.errno in (errno.EMFILE, errno.ENFILE)
     return FilesystemRefused(f"{what}: {said}", hint="more open files: ulimit -n 65536" if many else "")
+
+
+def explain_reading(error: OSError, what: str) -> MxError:
+    """The same of what is read: a medium or a mount that may answer the next time is Unreachable, and so asked again."""
+    if error.errno in _PASSING:
+        return Unreachable(f"{what}: {error.strerror or error}")
+    return explain(error, what)
 
 
 def reason(error: Exception) -> str:

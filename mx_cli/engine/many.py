@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from mx_cli.base.errors import IntegrityError, MxError, NotFound, TransportFailed
+from mx_cli.base.errors import IntegrityError, MxError, NotFound, TransportFailed, Unreachable
 from mx_cli.engine.ports import Dest, Done, NoRanges, ReadItem, Source, SourceCaps
 
 
@@ -38,7 +38,8 @@ MOST_WRONG = 3
 
 @dataclass(eq=False, slots=True)
 class Member:
-    """One of the sources. A `reserve` (the origin) is asked only for what no other member can give.
+    """One of the sources. A `reserve` (the origin) is asked only for what no other member can give. One that `returns` (a
+    disk) is asked again by the policy where what failed may pass and nobody else is there; a peer is left.
 
     `silence`: seconds in which no byte of its reads came, after which the member has failed. `failure` says why it did; `wrong`
     counts its pieces with wrong bytes.
@@ -47,6 +48,7 @@ class Member:
     name: str
     source: Source
     reserve: bool = False
+    returns: bool = False
     silence: float = float("inf")
     failure: MxError | None = None
     bytes: int = 0
@@ -200,13 +202,20 @@ class Many:
         del member.flights[done.item]
         if done.error is None:
             self._finish(job, None, done.received)
-        elif job.aborted or member.reserve or isinstance(done.error, NoRanges):
+        elif job.aborted or member.reserve or isinstance(done.error, NoRanges) or self._returns(member, done.error):
             self._finish(job, done.error, done.received)
         elif isinstance(done.error, (IntegrityError, NotFound)):
             self._again_elsewhere(member, job, done.error)
         else:
             self._queue.appendleft(job)
             self._fail(member, done.error)
+
+    def _returns(self, member: Member, error: MxError) -> bool:
+        return (
+            member.returns
+            and isinstance(error, Unreachable)
+            and not any(m.alive for m in self.members if m is not member)
+        )
 
     def _finish(self, job: _Job, error: MxError | NoRanges | None, received: int = 0) -> None:
         del self._jobs[job.item]

@@ -241,7 +241,7 @@ def disk_member(
 
         path = over(disk, device, context.notice)
     name = "cache" if entries is None else "disk"
-    return Member(name, PeerSource(name, holding, path, bell.ring, lambda: None))
+    return Member(name, PeerSource(name, holding, path, bell.ring, lambda: None), returns=True)
 
 
 def locked(device: int, context: Context) -> Callable[[Pool], None]:

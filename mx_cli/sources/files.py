@@ -13,6 +13,7 @@ from dataclasses import replace
 from mx_cli.base.cancel import Stop
 from mx_cli.base.errors import FilesystemRefused, MxError, NotFound, OriginChanged, Unreachable, UsageError
 from mx_cli.base.filesystem import version
+from mx_cli.base.oserrors import explain_reading
 from mx_cli.engine.ports import ReadItem, SourceCaps
 from mx_cli.model.manifest import Entry, Listing, revision_of
 from mx_cli.sources.origin import Context, Named, at_revision, no_versions, read_small
@@ -20,7 +21,6 @@ from mx_cli.sources.uri import Uri
 
 LEFT_OUT = frozenset({".cache", ".git", "lost+found"})
 _GONE = frozenset({errno.ENOENT, errno.ENOTDIR})
-_AGAIN = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN})
 _SMALL = 1 << 20
 _HUB_BLOB = re.compile(r"blobs/([0-9a-f]{64})$")
 
@@ -219,7 +219,6 @@ def _refused(name: str, refusal: MxError) -> Entry:
 
 
 def _explain(error: OSError, path: str, shown: str) -> MxError:
-    said = error.strerror or str(error)
     leads = os.readlink(path) if os.path.islink(path) else ""
     if leads and error.errno in _GONE:
         return NotFound(f"{path}: a symlink to nothing ({leads}, which would be {os.path.realpath(path)})")
@@ -227,7 +226,4 @@ def _explain(error: OSError, path: str, shown: str) -> MxError:
         return FilesystemRefused(f"{path}: a symlink that leads back to itself ({leads})")
     if error.errno in _GONE:
         return NotFound(f"{shown}: no such file or directory (looked for {path})")
-    where = f"{path} (a symlink to {leads})" if leads else path
-    if error.errno in _AGAIN:
-        return Unreachable(f"{where}: {said}")
-    return FilesystemRefused(f"{where}: {said}")
+    return explain_reading(error, f"{path} (a symlink to {leads})" if leads else path)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from mx_cli.base import filesystem
 from mx_cli.base.errors import IntegrityError, OriginChanged, StillLanding, TransportFailed
-from mx_cli.base.oserrors import explain
+from mx_cli.base.oserrors import explain_reading
 from mx_cli.engine.buffers import Pool, at_address, scatter
 from mx_cli.engine.ports import Memory, ReadItem
 from mx_cli.engine.threads import Flight
@@ -31,7 +31,7 @@ BLOCK = 4096
 LEAST_DIRECT = 64 << 10
 """Bytes: smaller pieces are read through the page cache, whose readahead serves their neighbours."""
 MOSTLY = 0.75
-LOCAL_READS, NETWORK_READS = 4, 8
+LOCAL_READS, NETWORK_READS = 6, 8
 LEAVE = 5.0
 """Seconds in which reads under way have to end when the files are closed: those of a mount that is dead never do."""
 
@@ -93,7 +93,7 @@ class Disk:
                         self._through_buffer(file, item.offset + offset, offset, length, dest, flight)
                 file.check()
         except OSError as error:
-            raise explain(error, f"reading {file.path}") from None
+            raise explain_reading(error, f"reading {file.path}") from None
 
     def _through_buffer(self, file: OpenFile, at: int, offset: int, length: int, dest: Memory, flight: Flight) -> None:
         address = self.buffer()
@@ -189,7 +189,7 @@ class OpenFile:
         try:
             self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise explain(error, f"opening {path}") from None
+            raise explain_reading(error, f"opening {path}") from None
         self.kind = filesystem.kind(self.fd)
         self.takes_direct = self.kind not in filesystem.NETWORK | filesystem.IN_MEMORY
         status = os.fstat(self.fd)

@@ -10,6 +10,7 @@
  *   MXF_COPY          copy_file_range           MXF_REFLINK ioctl FICLONE, FICLONERANGE
  *   MXF_SPLICE        splice, sendfile into a file
  *   MXF_DIRECT        preadv from a descriptor with O_DIRECT, once MXF_DIRECT_AFTER such reads went well
+ *   MXF_READ          preadv, the first MXF_READ_TIMES times (always without) once MXF_READ_AFTER went well
  *   MXF_WRITE         write, pwrite, splice, sendfile, copy_file_range, once MXF_WRITE_AFTER bytes were written
  *
  * Points: the calls counted are open for writing or with O_CREAT, write, pwrite, splice, sendfile, copy_file_range,
@@ -295,23 +296,34 @@ int gettimeofday(struct timeval *tv, void *zone) {
     return 0;
 }
 
-/* --- direct reads --- */
+/* --- reads --- */
 
-static int refuses_direct(int fd) {
-    static int seen;
+static int number_of(const char *name, int otherwise) {
+    const char *text = getenv(name);
+    return text ? atoi(text) : otherwise;
+}
+
+static int refuses(const char *name, int fd, int *seen, int after, int times) {
     char buffer[PATH_MAX];
-    int code = fault("MXF_DIRECT");
-    if (!code || !(REAL(fcntl)(fd, F_GETFL) & O_DIRECT) || !begins(path_of_fd(fd, buffer))) return 0;
-    const char *after = getenv("MXF_DIRECT_AFTER");
-    if (__sync_fetch_and_add(&seen, 1) < (after ? atoi(after) : 0)) return 0;
+    int code = fault(name);
+    if (!code || !begins(path_of_fd(fd, buffer))) return 0;
+    int before = __sync_fetch_and_add(seen, 1) - after;
+    if (before < 0 || before >= times) return 0;
     errno = code;
     return 1;
 }
 
+static int refuses_read(int fd) {
+    static int direct, any;
+    if (refuses("MXF_READ", fd, &any, number_of("MXF_READ_AFTER", 0), number_of("MXF_READ_TIMES", INT_MAX))) return 1;
+    return REAL(fcntl)(fd, F_GETFL) & O_DIRECT
+        && refuses("MXF_DIRECT", fd, &direct, number_of("MXF_DIRECT_AFTER", 0), INT_MAX);
+}
+
 ssize_t preadv64(int fd, const struct iovec *parts, int count, off64_t offset) {
-    return refuses_direct(fd) ? -1 : REAL(preadv64)(fd, parts, count, offset);
+    return refuses_read(fd) ? -1 : REAL(preadv64)(fd, parts, count, offset);
 }
 
 ssize_t preadv64v2(int fd, const struct iovec *parts, int count, off64_t offset, int flags) {
-    return refuses_direct(fd) ? -1 : REAL(preadv64v2)(fd, parts, count, offset, flags);
+    return refuses_read(fd) ? -1 : REAL(preadv64v2)(fd, parts, count, offset, flags);
 }
