@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -17,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.rig import cachecheck, servers
-from tests.support import MIB, Mx, capability, checkpoint_files, noise, tree
+from tests.rig import cachecheck, limits, servers
+from tests.support import MIB, Mx, capability, checkpoint_files, need, noise, tree
 
 Faults = Callable[..., dict[str, str]]
 FILES = checkpoint_files(shards=3, size=3 * MIB)
@@ -314,7 +315,6 @@ def used(place: Path) -> int:
 
 # --- P-56: memory ----------------------------------------------------------------------------------------------------
 
-CGROUP = Path("/sys/fs/cgroup/memory")
 REPORT = (
     "import resource, subprocess, sys; code = subprocess.call(sys.argv[1:]); "
     "print('peak', resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, file=sys.stderr); sys.exit(code)"
@@ -323,19 +323,10 @@ REPORT = (
 
 @pytest.fixture
 def limited() -> Iterator[Callable[[int], tuple[str, ...]]]:
-    """limited(bytes) -> a prefix that runs mx in a memory cgroup (v1) of that size."""
-    group = CGROUP / f"mx-test-{os.getpid()}"
-    try:
-        group.mkdir()
-    except OSError:
-        pytest.skip("missing: cgroup-v1-memory")
-
-    def make(limit: int) -> tuple[str, ...]:
-        (group / "memory.limit_in_bytes").write_text(str(limit))
-        return ("sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh", sys.executable, "-c", REPORT)
-
-    yield make
-    group.rmdir()
+    """limited(bytes) -> a prefix that runs mx in a memory cgroup of that size, and tells its peak."""
+    need("memory-cgroup")
+    with contextlib.ExitStack() as stack:
+        yield lambda size: (*stack.enter_context(limits.memory(size)), sys.executable, "-c", REPORT)
 
 
 def fill(path: Path, size: int, data: bytes) -> None:

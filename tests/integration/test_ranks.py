@@ -12,11 +12,15 @@ import pytest
 
 import mx_cli
 from mx_cli.base.errors import IntegrityError, UsageError
+from tests.rig import capabilities
 from tests.rig import tensor_parallel as tp
 from tests.rig.servers import S3, S3Stub
 from tests.rig.serving import Hosts
 
-torch = pytest.importorskip("torch")
+if not capabilities.have("torch"):
+    pytest.skip("missing: torch", allow_module_level=True)
+
+import torch
 
 RANKS = [(0, 2), (1, 2), (0, 4), (3, 4), (0, 1)]
 
