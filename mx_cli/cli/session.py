@@ -18,7 +18,7 @@ from mx_cli.base import redact
 from mx_cli.base.cancel import STOPPING, Stop
 from mx_cli.base.config import Resolved, Settings, asks_for_json, outlets, resolve
 from mx_cli.base.errors import FinishedWithWarnings, Interrupted, MissingCapability, MxError, UsageError
-from mx_cli.base.events import Event
+from mx_cli.base.events import Event, Warned
 from mx_cli.base.threads import begin
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class Session:
                 signal.signal(signum, self._on_signal)
         begin(threading.Thread(target=self._watch, name="stop", daemon=True))
         for notice in self.resolved.notices:
-            self._renderer.warning(notice)
+            self.emit(Warned(notice))
 
     def _watch(self) -> None:
         """End the process soon after a stop, whatever it is blocked in: a look-up of a name, a server that is silent."""

@@ -63,7 +63,8 @@ class Hub(WebOrigin):
         pinned = bool(_SHA.fullmatch(wanted))
         url = self._api(f"/revision/{quote(wanted, safe='')}")
         # Without an error code it is not the hub that says 404: a mirror without this part of the API.
-        reply = self._get(url, allow=(404,) if pinned else ())
+        shown = self._uri.shown if wanted == (self.revision or "main") else self._shown(wanted)
+        reply = self._get(url, allow=(404,) if pinned else (), shown=shown)
         if reply.status == 404 and reply.get("x-error-code"):
             raise self._explain(self._shown(wanted), reply.head, reply.body) or NotFound(self._shown(wanted))
         described = _document(reply)
@@ -148,8 +149,8 @@ class Hub(WebOrigin):
     def _shown(self, revision: str) -> str:
         return f"hf://{self._uri.place} at {revision}"
 
-    def _get(self, url: str, allow: tuple[int, ...] = ()) -> Reply:
-        shown = self._uri.shown
+    def _get(self, url: str, allow: tuple[int, ...] = (), shown: str = "") -> Reply:
+        shown = shown or self._uri.shown
         reply = self._web.request("GET", url, shown, sign=self._sign, explain=self._explain, allow=allow)
         if reply.status == 200:
             refuse_html(shown, url, reply.head)

@@ -84,6 +84,7 @@ def test_x03_2_usage(mx: Mx, arguments: list[str]) -> None:
 def test_x03_3_warnings(mx: Mx, faultd: servers.Faultd) -> None:
     result = mx("prefetch", faultd.file("nolen", 9, "x"), "--strict").exits(3)
     assert "--strict" in result.err
+    assert mx("config", "--strict", env={"MX_CACHE_DIRR": "x"}).exits(3).err.startswith("warning: MX_CACHE_DIRR ")
 
 
 def test_x03_10_not_found(mx: Mx, faultd: servers.Faultd, hub: servers.Hub) -> None:
@@ -91,6 +92,8 @@ def test_x03_10_not_found(mx: Mx, faultd: servers.Faultd, hub: servers.Hub) -> N
     ends(mx("prefetch", "/nope", "--json"), 10, "not-found")
     ends(mx("prefetch", "org/nope", "--offline", "--json"), 10, "not-found")
     ends(mx("prefetch", f"{hub.uri}@nope", "--json", env=hub.env), 10, "not-found")
+    by_option = ends(mx("prefetch", hub.uri, "--revision", "v9", "--json", env=hub.env), 10, "not-found")
+    assert f"{hub.uri} at v9: " in by_option.err
 
 
 def test_x03_11_access_denied(mx: Mx, faultd: servers.Faultd) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from mx_cli.base import redact
 from mx_cli.base.config import Settings
 from mx_cli.base.errors import MxError
-from mx_cli.base.events import Event, Progress, Warned
+from mx_cli.base.events import Event, Progress
 
 MIN_GAP = 6.0
 STEP = 0.05
@@ -97,9 +97,6 @@ class Renderer:
                 self._progress(event)
             elif event.level == "warning" or (not self._quiet and self._verbose >= event.verbosity):
                 self._line(event)
-
-    def warning(self, message: str) -> None:
-        self.show(Warned(message))
 
     def _line(self, event: Event) -> None:
         text = redact.text(event.text())
