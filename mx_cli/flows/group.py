@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,26 +66,28 @@ class Group:
     holding: Holding
     peers: list[Peer]
 
-    def leave(self, serving: str = "", verified: int = 0) -> None:
-        """Close the sources, then give all grants back side by side: each peer may be silent for seconds. Idempotent.
 
-        `serving`: where this process offers the `verified` bytes itself now. Raises TransportFailed when a read does not
-        end: see `PeerSource.close`.
-        """
-        with contextlib.ExitStack() as each:
-            each.callback(self._say_goodbye, serving, verified)
-            for peer in self.peers:
-                if peer.member:
-                    each.callback(peer.member.source.close)
+def leave(peers: Sequence[Peer], serving: str = "", verified: int = 0) -> None:
+    """Close the sources, then give all grants back side by side: each peer may be silent for seconds. Idempotent.
 
-    def _say_goodbye(self, serving: str, verified: int) -> None:
-        leaving = []
-        for peer in self.peers:
-            if peer.grant:
-                farewell = threading.Thread(target=peer.grant.release, args=(serving, verified), daemon=True)
-                # An unheard grant expires by itself.
-                with contextlib.suppress(NoSpace):
-                    begin(farewell)
-                    leaving.append((farewell, FAREWELL if peer.member and peer.member.failure else None))
-        for farewell, limit in leaving:
-            farewell.join(limit)
+    `serving`: where this process offers the `verified` bytes itself now. Raises TransportFailed when a read does not
+    end: see `PeerSource.close`.
+    """
+    with contextlib.ExitStack() as each:
+        each.callback(_say_goodbye, peers, serving, verified)
+        for peer in peers:
+            if peer.member:
+                each.callback(peer.member.source.close)
+
+
+def _say_goodbye(peers: Iterable[Peer], serving: str, verified: int) -> None:
+    leaving = []
+    for peer in peers:
+        if peer.grant:
+            farewell = threading.Thread(target=peer.grant.release, args=(serving, verified), daemon=True)
+            # An unheard grant expires by itself.
+            with contextlib.suppress(NoSpace):
+                begin(farewell)
+                leaving.append((farewell, FAREWELL if peer.member and peer.member.failure else None))
+    for farewell, limit in leaving:
+        farewell.join(limit)

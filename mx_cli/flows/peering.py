@@ -8,8 +8,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from mx_cli.base import units
 from mx_cli.base.address import peer_address
@@ -30,7 +30,7 @@ from mx_cli.engine.together import side_by_side
 from mx_cli.flows import trust
 from mx_cli.flows.context import Context
 from mx_cli.flows.data_path import Wish, open_path
-from mx_cli.flows.group import Group, Peer, announced_holding, by_manifest
+from mx_cli.flows.group import Group, Peer, announced_holding, by_manifest, leave
 from mx_cli.flows.refusals import SHOWN, Refusals, said
 from mx_cli.flows.serving import own_generations
 from mx_cli.model.holding import HOST
@@ -47,6 +47,8 @@ LOOK_EVERY = 1.0
 MORE_PEERS = (
     "--wait DURATION waits longer for a slot; mx serve --max-readers N, or mx pull --then-serve, makes more of them"
 )
+
+T = TypeVar("T")
 
 
 class Peering:
@@ -65,7 +67,8 @@ class Peering:
         self._lacking: MissingCapability | None = None
         self._compared = True
         self.refusals = Refusals()
-        self.group: Group | None = None
+        # Those that were found last, whose peers are read.
+        self.groups: tuple[Group, ...] = ()
         # A peer that is silent must not hold up a command that was told to stop.
         self._hooks = contextlib.ExitStack()
         self._hooks.enter_context(context.stop.calling(self._interrupt))
@@ -73,6 +76,11 @@ class Peering:
     def _interrupt(self) -> None:
         for session in list(self._sessions.values()):
             session.interrupt()
+
+    @property
+    def group(self) -> Group | None:
+        """What `find` found."""
+        return self.groups[0] if self.groups else None
 
     def find(self, wait: float, wanted: Sequence[str] = ()) -> Group:
         """The largest group of peers that match, the least loaded and nearest first. Looks again for `wait` seconds.
@@ -82,15 +90,27 @@ class Peering:
         peer that was named.
         """
         self._wanted += [one for one in wanted if one not in self._wanted]
+        return self._look_for(wait, self._largest)
+
+    def _look_for(
+        self, wait: float, choose: Callable[[list[Peer]], T | None], again: tuple[type[MxError], ...] = ()
+    ) -> T:
+        """What `choose` makes of the peers; while it is None, or `choose` raises one of `again`, look again for `wait` seconds.
+
+        Blocks. Raises the last of `again`, what else `choose` raises, and what `find` raises when nobody matches.
+        """
         end = time.monotonic() + wait
         while True:
-            peers = self._look()
-            if peers:
-                self.group = self._largest(peers)
-                return self.group
+            fault: MxError | None = None
+            if peers := self._look():
+                try:
+                    if (found := choose(peers)) is not None:
+                        return found
+                except again as error:
+                    fault = error
             left = end - time.monotonic()
             if left <= 0:
-                raise self._nobody(wait)
+                raise fault or self._nobody(wait)
             self._context.stop.wait(min(LOOK_EVERY, left))
 
     def close(self, serving: str = "", verified: int = 0) -> None:
@@ -100,8 +120,7 @@ class Peering:
             self._interrupt()
         self._hooks.close()
         try:
-            if self.group:
-                self.group.leave(serving, verified)
+            leave([peer for group in self.groups for peer in group.peers], serving, verified)
         finally:
             with self._changing:
                 self._closed = True
@@ -214,7 +233,8 @@ class Peering:
                             f"{peer.address} has only the part of rank {holding.rank}",
                             hint='mx_cli.pull(…, rank="0/1") reads a set of ranks',
                         )
-                    return Group(holding, members)
+                    self.groups = (Group(holding, members),)
+                    return self.groups[0]
                 except MxError as error:
                     errors.append(error)
                     self.refusals.reasons[peer.address] = error.what
@@ -240,36 +260,37 @@ class Peering:
 
     # -- grants --------------------------------------------------------------------------------------------------
 
-    def members(self, bell: Bell, regions: Sequence[tuple[int, int, int]]) -> list[Member]:
-        """Sources of the group, one for each grant that could be had, MOST_SOURCES at most. Waits in their queues.
+    def members(self, bell: Bell, regions: Sequence[tuple[int, int, int]], group: Group | None = None) -> list[Member]:
+        """Sources of a group (None: of the one that `find` found), one for each grant that could be had, MOST_SOURCES at most. Waits in their queues.
 
         A queue moves, so it is waited in for --wait, or for as long as a failing origin is tried. `regions`: own memory
         that bytes will land in, (address, length, device). Raises NoPeer when no slot comes free, or no path can be had,
         MissingCapability when that is for want of what --require or --path asks for.
         """
-        assert self.group is not None, "find comes first"
+        group = group or self.group
+        assert group is not None, "find comes first"
         self._compared = all(device == HOST for _, _, device in regions)
         settings = self._context.settings
         end = time.monotonic() + (settings.wait or settings.retry_for)
         asked: set[str] = set()
         queued = False
         while True:
-            pause = self._ask(self.group, asked)
-            granted = [peer for peer in self.group.peers if peer.grant][:MOST_SOURCES]
-            members = [member for peer in granted if (member := self._member(peer, bell, regions))]
+            pause = self._ask(group, asked)
+            granted = [peer for peer in group.peers if peer.grant][:MOST_SOURCES]
+            members = [member for peer in granted if (member := self._member(group, peer, bell, regions))]
             if members:
-                self._tell()
+                for peer in group.peers:
+                    if peer.path:
+                        self._context.notice(f"from peer {peer.address} by {peer.path} ({peer.reason})")
                 return members
             if pause == 0:
                 continue
             left = end - time.monotonic()
-            if left <= 0 or all(peer.reason for peer in self.group.peers):
-                raise self._unreadable()
+            if left <= 0 or all(peer.reason for peer in group.peers):
+                raise self._unreadable(group)
             if not queued:
                 queued = True
-                self._context.notice(
-                    f"no slot is free at {units.count(len(self.group.peers), 'peer')}; waiting for one"
-                )
+                self._context.notice(f"no slot is free at {units.count(len(group.peers), 'peer')}; waiting for one")
             self._context.stop.wait(min(pause, left))
 
     def try_paths(self) -> None:
@@ -277,19 +298,12 @@ class Peering:
         assert self.group is not None, "find comes first"
         self._ask(self.group, set())
         for peer in self.group.peers:
-            if peer.grant and (member := self._member(peer, Bell(), [])):
+            if peer.grant and (member := self._member(self.group, peer, Bell(), [])):
                 member.source.close()
             peer.reason = peer.reason or "no slot is free"
 
-    def _tell(self) -> None:
-        assert self.group is not None
-        for peer in self.group.peers:
-            if peer.path:
-                self._context.notice(f"from peer {peer.address} by {peer.path} ({peer.reason})")
-
-    def _unreadable(self) -> MxError:
-        assert self.group is not None
-        why = "; ".join(said(peer.address, peer.reason or "no slot is free") for peer in self.group.peers[:SHOWN])
+    def _unreadable(self, group: Group) -> MxError:
+        why = "; ".join(said(peer.address, peer.reason or "no slot is free") for peer in group.peers[:SHOWN])
         what = f"no peer could be read ({why})"
         return MissingCapability(what, hint=self._lacking.hint) if self._lacking else NoPeer(what, hint=MORE_PEERS)
 
@@ -331,8 +345,7 @@ class Peering:
         group.peers += met
         return 0.0 if met else pause
 
-    def _member(self, peer: Peer, bell: Bell, regions: Sequence[tuple[int, int, int]]) -> Member | None:
-        assert self.group is not None
+    def _member(self, group: Group, peer: Peer, bell: Bell, regions: Sequence[tuple[int, int, int]]) -> Member | None:
         assert peer.grant is not None
         grant = peer.grant
         try:
@@ -350,7 +363,7 @@ class Peering:
                 self._lacking = error
             grant.release()
             return None
-        source = PeerSource(peer.address, self.group.holding, path, bell.ring, lambda: grant.failure)
+        source = PeerSource(peer.address, group.holding, path, bell.ring, lambda: grant.failure)
         peer.member = Member(peer.address, source, silence=self._context.settings.peer_stall_timeout)
         return peer.member
 
@@ -361,19 +374,18 @@ class Peering:
         compared with the manifest block by block. Where bytes went into a GPU, every peer must answer, or its error is
         raised.
         """
-        assert self.group is not None
-        holding = self.group.holding
-        for peer in self.group.peers:
-            if peer.member is None or (peer.member.failure and self._compared):
-                continue
-            try:
-                facts = peer.session.source()
-            except MxError:
-                if self._compared:
+        for group in self.groups:
+            for peer in group.peers:
+                if peer.member is None or (peer.member.failure and self._compared):
                     continue
-                raise
-            if facts.get("version") != holding.version or facts.get("manifest") != holding.digest:
-                raise IntegrityError(f"{peer.address}: the weights changed while they were read")
+                try:
+                    facts = peer.session.source()
+                except MxError:
+                    if self._compared:
+                        continue
+                    raise
+                if facts.get("version") != group.holding.version or facts.get("manifest") != group.holding.digest:
+                    raise IntegrityError(f"{peer.address}: the weights changed while they were read")
 
 
 def _strongest_first(identities: Iterable[str]) -> list[str]:

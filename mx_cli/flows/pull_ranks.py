@@ -148,7 +148,7 @@ class RankPull:
             moved = _Set(found, shares, memory, peering, self._context, self._put).move()
             if self._keep:
                 self._keep_from(found, peering)
-            peering.check_all()
+            peering.check_versions()
             self._tensors, self.identity = memory.tensors(), wanted[0]
             kinds = {name: kind for group in found.groups for name, kind in group.holding.kinds.items()}
             version = min(group.holding.version for group in found.groups)
@@ -174,7 +174,7 @@ class RankPull:
             ]
             memory = Memory({}, [(pool.address, pool.size, HOST)], dict, pool)
             bell = Bell()
-            members = peering.members_of(group, bell, memory.regions)
+            members = peering.members(bell, memory.regions, group)
             bring(group.holding, rows, members, bell, self._context, None, memory)
             for record in records:
                 assert record is not None
@@ -322,7 +322,7 @@ class _Set:
     def _begin(self, pool: ThreadPoolExecutor, index: int, rows: list[Rows], context: Context) -> Future[Moved]:
         group = self._found.groups[index]
         bell = Bell()
-        members = self._peering.members_of(group, bell, merge_regions(self._memory.regions))
+        members = self._peering.members(bell, merge_regions(self._memory.regions), group)
         many_runs = all(peer.path == "nixl-read" for peer in group.peers if peer.member)
         return pool.submit(
             bring, group.holding, rows, members, bell, context, self._put, self._memory, many_runs=many_runs

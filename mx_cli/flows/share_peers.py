@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from mx_cli.base.errors import Incompatible, MxError
-from mx_cli.engine.many import Bell, Member
 from mx_cli.engine.together import side_by_side
 from mx_cli.flows.group import Group, Peer, announced_holding, by_manifest
-from mx_cli.flows.peering import LOOK_EVERY, Peering
+from mx_cli.flows.peering import Peering
 from mx_cli.flows.pull_memory import Shape, place_of, table
 from mx_cli.model.holding import Holding
 from mx_cli.model.share import Share
@@ -22,26 +20,17 @@ T = TypeVar("T")
 class SharePeering(Peering):
     """A search that ends with several groups: all that match, whatever part of the weights each of them has."""
 
-    groups: tuple[Group, ...] = ()
-
     def find_set(self, wait: float, check: Callable[[Sequence[Group]], T]) -> T:
         """What `check` makes of the groups; while it raises Incompatible, look again for `wait` seconds.
 
         Blocks. Raises the last Incompatible, or what `find` raises when nobody matches.
         """
-        end = time.monotonic() + wait
-        while True:
-            fault: Incompatible | None = None
-            if groups := self._groups(self._look()):
-                self.groups = tuple(groups)
-                try:
-                    return check(groups)
-                except Incompatible as error:
-                    fault = error
-            left = end - time.monotonic()
-            if left <= 0:
-                raise fault or self._nobody(wait)
-            self._context.stop.wait(min(LOOK_EVERY, left))
+
+        def choose(peers: Sequence[Peer]) -> T | None:
+            self.groups = tuple(self._groups(peers))
+            return check(self.groups) if self.groups else None
+
+        return self._look_for(wait, choose, again=(Incompatible,))
 
     def _groups(self, peers: Sequence[Peer]) -> list[Group]:
         """One for each manifest, in an order that is the same for all readers: they queue for one after the other."""
@@ -56,23 +45,6 @@ class SharePeering(Peering):
             except MxError as error:
                 self.refusals.reasons[peer.address] = error.what
         return None
-
-    def members_of(self, group: Group, bell: Bell, regions: Sequence[tuple[int, int, int]]) -> list[Member]:
-        """See `members`."""
-        self.group = group
-        return self.members(bell, regions)
-
-    def check_all(self) -> None:
-        """See `check_versions`: of every group that was read."""
-        for group in self.groups:
-            self.group = group
-            self.check_versions()
-
-    def close(self, serving: str = "", verified: int = 0) -> None:
-        """See `Peering.close`."""
-        self.group = Group(self.groups[0].holding, [p for g in self.groups for p in g.peers]) if self.groups else None
-        super().close(serving, verified)
-        self.groups = ()
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import pytest
 
 from mx_cli.base.errors import TransportFailed
 from mx_cli.engine.many import Member
-from mx_cli.flows.group import Group, Peer
+from mx_cli.flows.group import Peer, leave
 from mx_cli.model.holding import Holding
 from mx_cli.model.manifest import FileRecord, Manifest
 from mx_cli.transport.peer import PeerSource
@@ -38,7 +38,7 @@ def peer_of(path: MemoryPath, told: Told) -> Peer:
 def test_what_reads_a_peer_is_closed_before_it_is_told() -> None:
     path = MemoryPath({"f": b"x"})
     told = Told(path)
-    Group(HOLDING, [peer_of(path, told)]).leave()
+    leave([peer_of(path, told)])
     assert told.closed == [True]
 
 
@@ -51,5 +51,5 @@ def test_all_are_told_though_one_does_not_end(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(paths[0], "close", hang)
     with pytest.raises(TransportFailed, match="does not end"):
-        Group(HOLDING, [peer_of(path, one) for path, one in zip(paths, told, strict=True)]).leave()
+        leave([peer_of(path, one) for path, one in zip(paths, told, strict=True)])
     assert [one.closed for one in told] == [[False], [True]]
