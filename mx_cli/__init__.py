@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from mx_cli.engines.load_model import load_model
     from mx_cli.flows.in_process import Handle, serve
     from mx_cli.flows.load import load
-    from mx_cli.flows.pull_tensors import Received, pull, pull_into
+    from mx_cli.flows.pull_routes import Received
+    from mx_cli.flows.pull_tensors import pull, pull_into
     from mx_cli.flows.stream import stream
 
 __all__ = ["Handle", "Received", "__version__", "load", "load_model", "pull", "pull_into", "serve", "stream"]
@@ -26,7 +27,7 @@ _HOMES = {
     "load": "mx_cli.flows.load",
     "load_model": "mx_cli.engines.load_model",
     "stream": "mx_cli.flows.stream",
-    "Received": "mx_cli.flows.pull_tensors",
+    "Received": "mx_cli.flows.pull_routes",
     "pull": "mx_cli.flows.pull_tensors",
     "pull_into": "mx_cli.flows.pull_tensors",
 }

@@ -14,7 +14,6 @@ from mx_cli.flows.hash import is_local
 from mx_cli.flows.new_model import Allow, Maker, NewModel
 from mx_cli.flows.pull_tensors import IntoMemory, request_of
 from mx_cli.sinks.torch_tensors import require_torch
-from mx_cli.transport.on_gpu import copy_to
 
 
 def load_model(
@@ -69,7 +68,7 @@ def load_model(
     text = model_text(source)
     chosen = routes or ((route.STREAM,) if is_local(text) else ())
     request = request_of(text, revision, origin, peers, path, require, chosen)
-    IntoMemory(request, context, model.layout, copy_to).run()
+    IntoMemory(request, context, model.layout).run()
     return model.modules if isinstance(config_or_dir, Mapping) else model.modules[""]
 
 

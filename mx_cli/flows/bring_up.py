@@ -305,7 +305,7 @@ def _read(
     source = PeerSource(session.address, holding, path, bell.ring, lambda: grant.failure)
     quiet = dataclasses.replace(context, emit=lambda event: None)
     try:
-        moved = move(holding, extents, [Member(session.address, source, silence=PATIENCE)], bell, quiet, None, pool)
+        moved = move(holding, extents, [Member(session.address, source, silence=PATIENCE)], bell, quiet, pool)
     except MxError as error:
         return None, error.what
     return moved.bytes / max(moved.seconds, 1e-9), why

@@ -7,20 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from mx_cli.base.errors import UsageError
-from mx_cli.engine.many import Bell
 from mx_cli.flows.catalog import Catalog, found_config, member, with_catalog
 from mx_cli.flows.context import Context
 from mx_cli.flows.cuts import cut_of
+from mx_cli.flows.fill_memory import fill, fill_shares
 from mx_cli.flows.from_python import device_number, model_text, process_context
 from mx_cli.flows.mapped import mapped_tensors
-from mx_cli.flows.pull_memory import move
-from mx_cli.flows.pull_tensors import own_tensors
-from mx_cli.flows.ranks import bring, chosen, own_memory, rows_of, twins_of
-from mx_cli.flows.targets import check_names
+from mx_cli.flows.ranks import chosen, own_memory, twins_of
+from mx_cli.flows.targets import check_names, own_tensors
 from mx_cli.model.holding import HOST, Tensor
 from mx_cli.sinks.torch_tensors import require_torch
 from mx_cli.sources.registry import OpenOrigin
-from mx_cli.transport.on_gpu import copy_to
 
 
 def load(
@@ -118,19 +115,8 @@ def _load(found: Catalog, origin: OpenOrigin, wish: _Wish, context: Context) -> 
         tensors = mapped_tensors(found, wanted, context.stop)
     rest = [tensor.name for tensor in wanted if tensor.name not in tensors]
     if rest:
-        _copy(found, origin, rest, wish.device, tensors, context)
+        fill(own_tensors(found.holding, rest, wish.device, tensors, fresh=True), found, origin, context)
     return {name: tensors[name] for name in sorted(tensors)}
-
-
-def _copy(
-    found: Catalog, origin: OpenOrigin, names: Sequence[str], device: int, tensors: dict[str, Any], context: Context
-) -> None:
-    """Put the tensors `names` into `tensors`, in memory of their own."""
-    layout = own_tensors(found.holding, names, device, tensors, fresh=True)
-    bell = Bell()
-    sources = [member(found, origin, bell, context, device)]
-    move(found.holding, layout.targets, sources, bell, context, copy_to, layout, found.entries)
-    layout.finish()
 
 
 def chosen_tensors(found: Catalog, names: Sequence[str] | None) -> list[Tensor]:
@@ -147,8 +133,5 @@ def _load_share(found: Catalog, origin: OpenOrigin, rank: str, wish: _Wish, cont
     shapes = chosen(found.holding, wish.names)
     shares = cut_of(rank, wish.rules, lambda: found_config(found, origin)).shares(shapes)
     memory = own_memory(shapes, shares, twins_of(found.holding, shapes, shares), wish.device)
-    rows = rows_of(found.holding, shapes, shares, memory.places)
-    bell = Bell()
-    members = [member(found, origin, bell, context, wish.device)]
-    bring(found.holding, rows, members, bell, context, copy_to, memory, found.entries)
+    fill_shares(memory, shapes, shares, found, origin, context)
     return memory.tensors()

@@ -10,8 +10,7 @@ from typing import Any, Protocol
 from mx_cli.base.errors import UsageError
 from mx_cli.flows.parts import named_as_in, renamed
 from mx_cli.flows.pull_memory import Shape, compare_tables, some, table
-from mx_cli.flows.pull_tensors import own_tensors
-from mx_cli.flows.targets import Layout, filled_by_twins, layout_of
+from mx_cli.flows.targets import Layout, filled_by_twins, layout_of, own_tensors
 from mx_cli.model.holding import HOST, Holding, size_of
 from mx_cli.sinks.torch_tensors import Described, describe
 

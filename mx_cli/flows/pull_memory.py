@@ -24,6 +24,7 @@ from mx_cli.plan.blocks import aligned
 from mx_cli.plan.ranges import Span
 from mx_cli.sinks.host import MemorySink
 from mx_cli.transport.disk import Disk
+from mx_cli.transport.on_gpu import copy_to
 from mx_cli.transport.peer import ITEM, PeerSource, piece_size
 
 if TYPE_CHECKING:
@@ -33,8 +34,6 @@ SHOWN = 5
 START_WIDTH = 4
 Shape = tuple[str, tuple[int, ...]]
 """dtype and shape."""
-
-Put = Callable[[int, int, memoryview], None]
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,6 @@ def move(
     members: Sequence[Member],
     bell: Bell,
     context: Context,
-    put: Put | None,
     memory: object,
     entries: Mapping[str, Entry] | None = None,
 ) -> Moved:
@@ -146,7 +144,7 @@ def move(
     Unless it is StillLanding: a read could not be ended (a mount that is dead), and `memory` is kept for ever.
     """
     items = pieces_to_read(holding, targets, entries or {})
-    return carry(items, MemorySink(targets, put), members, bell, context, memory, Meter())
+    return carry(items, MemorySink(targets, copy_to), members, bell, context, memory, Meter())
 
 
 def carry(
@@ -254,12 +252,6 @@ def locked(device: int, context: Context) -> Callable[[Pool], None]:
             context.detail(why)
 
     return lock if device != HOST else lambda pool: None
-
-
-def only_gpu(devices: Iterable[int]) -> int:
-    """The GPU among them; HOST for none, and for several."""
-    found = set(devices) - {HOST}
-    return found.pop() if len(found) == 1 else HOST
 
 
 def _say(shape: Shape) -> str:

@@ -15,20 +15,20 @@ from mx_cli.engine.buffers import Pool
 from mx_cli.engine.many import Bell
 from mx_cli.engine.route import Taken
 from mx_cli.engine.verify import WholeDigest
-from mx_cli.flows.catalog import Catalog, beside, files_beside, found_config, local_config, member, with_catalog
+from mx_cli.flows.catalog import Catalog, beside, files_beside, found_config
 from mx_cli.flows.context import Context
 from mx_cli.flows.cuts import cut_of
+from mx_cli.flows.fill_memory import fill_shares
 from mx_cli.flows.group import Peer
-from mx_cli.flows.holdings import local_holding
 from mx_cli.flows.pull import Pull, PullRequest
-from mx_cli.flows.pull_memory import Moved, Put, Shape, disk_member, only_gpu, place_of, table
-from mx_cli.flows.pull_tensors import Received
+from mx_cli.flows.pull_memory import Moved, Shape, move, place_of, table
+from mx_cli.flows.pull_routes import Received, TensorPull, received
 from mx_cli.flows.rank_targets import Choose, Make
-from mx_cli.flows.ranks import Memory, bring, rows_between, rows_of, twins_of
+from mx_cli.flows.ranks import Memory, bring, rows_between, twins_of
 from mx_cli.flows.share_peers import Offered, SharePeering, offered, twins_among
 from mx_cli.flows.targets import check_begun
 from mx_cli.model import identity
-from mx_cli.model.holding import HOST
+from mx_cli.model.holding import HOST, Extent
 from mx_cli.model.share import Share
 from mx_cli.plan.cover import Uncovered, cover
 from mx_cli.plan.ranges import merge_regions
@@ -41,8 +41,13 @@ Keep = Callable[[str, bytes], None]
 """Takes a small file that is not of the weights: (path, its bytes)."""
 
 
-class RankPull:
-    """One pull of a rank's part: routes in order, each starting afresh."""
+class RankPull(TensorPull):
+    """One pull of a rank's part. `keep` gets the small files of the checkpoint, where the source has them.
+
+    After it `tensors` are those that `make` made, and `peers` those that gave bytes, if any did.
+    """
+
+    usual = route.OF_A_PART
 
     def __init__(
         self,
@@ -52,35 +57,16 @@ class RankPull:
         rules: Any,
         choose: Choose,
         make: Make,
-        put: Put | None,
         keep: Keep | None = None,
     ) -> None:
-        self._request, self._context, self._put, self._keep = request, context, put, keep
-        self._rank, self._rules, self._choose, self._make = rank, rules, choose, make
         # A directory that is to be made is the caller's, and gets a part only.
-        self.puller = Pull(dataclasses.replace(request, to=None), context)
-        # The identity of the weights that the part is of.
-        self.identity = ""
-        # The peers that gave bytes; none by another route.
+        super().__init__(dataclasses.replace(request, to=None), context)
+        self._rank, self._rules, self._choose, self._make, self._keep = rank, rules, choose, make, keep
+        self.tensors: dict[str, Any] = {}
         self.peers: Sequence[Peer] = ()
-        self._begun: set[str] = set()
-        self._tensors: dict[str, Any] = {}
-
-    def run(self) -> tuple[Received, dict[str, Any]]:
-        """What came, and the tensors that `make` made."""
-        takers: dict[str, Callable[[], Taken[Received]]] = {
-            "peer": self._from_peers,
-            "cache": lambda: self._from_disk("cache"),
-            "origin": lambda: self._from_disk("origin"),
-            route.STREAM: self._from_stream,
-        }
-        names = self.puller.routes(route.OF_A_PART)
-        received, attempts = route.first([(name, takers[name]) for name in names], self.puller.say)
-        return dataclasses.replace(received, attempts=tuple(attempts)), self._tensors
 
     def _shares(self, shapes: Mapping[str, Shape], config: Callable[[], Any]) -> dict[str, Share]:
-        cut = cut_of(self._rank, self._rules, config)
-        shares = cut.shares(shapes)
+        shares = cut_of(self._rank, self._rules, config).shares(shapes)
         local = {name: (shapes[name][0], share.local_shape) for name, share in shares.items()}
         chosen = {name: shares[name] for name in self._choose(local)}
         check_begun(self._begun, chosen)
@@ -93,68 +79,36 @@ class RankPull:
             self._begun |= shares.keys()
         return memory
 
-    # -- disk ----------------------------------------------------------------------------------------------------
-
-    def _from_disk(self, name: str) -> Taken[Received]:
-        taken = self.puller.from_cache() if name == "cache" else self.puller.from_origin()
-        directory = taken.result.directory
-        holding = local_holding(directory, self._context)
-        shapes = table(holding)
-        shares = self._shares(shapes, lambda: local_config(directory))
-        memory = self._memory(shapes, shares, twins_of(holding, shapes, shares))
-        bell = Bell()
-        members = [disk_member(directory, holding, bell, self._context, device=_gpu(memory))]
-        rows = rows_of(holding, shapes, shares, memory.places)
-        moved = bring(holding, rows, members, bell, self._context, self._put, memory)
-        if self._keep:
-            for path in beside(holding.manifest):
-                self._keep(path, (directory / path).read_bytes())
-        self._tensors, self.identity = memory.tensors(), taken.result.identity
-        return Taken(self._received(name, shares, holding.kinds, [moved], holding.version), taken.reason)
-
-    # -- stream --------------------------------------------------------------------------------------------------
-
-    def _from_stream(self) -> Taken[Received]:
-        """From the origin past the cache, or from a directory as it is. Only a snapshot's digests are known."""
-        self.puller.check_stream(of_a_part=True)
-        return with_catalog(self.puller.straight_from, self._request.revision, self._context, self._streamed)
-
-    def _streamed(self, found: Catalog, origin: OpenOrigin) -> Taken[Received]:
+    def _fill(self, name: str, found: Catalog, origin: OpenOrigin) -> Received:
         holding = found.holding
-        self.puller.accept_unread(holding)
         shapes = table(holding)
         shares = self._shares(shapes, lambda: found_config(found, origin))
         memory = self._memory(shapes, shares, twins_of(holding, shapes, shares))
-        rows = rows_of(holding, shapes, shares, memory.places)
-        bell = Bell()
-        members = [member(found, origin, bell, self._context, _gpu(memory))]
-        moved = bring(holding, rows, members, bell, self._context, self._put, memory, found.entries)
+        moved = fill_shares(memory, shapes, shares, found, origin, self._context)
         if self._keep:
             for path, read in files_beside(found, origin).items():
                 self._keep(path, read())
-        self._tensors = memory.tensors()
-        self.identity = next((one.id for one in holding.identities), "")
-        reason = f"{origin.uri}, past the cache"
-        return Taken(self._received(route.STREAM, shares, holding.kinds, [moved], holding.version), reason)
+        self.tensors = memory.tensors()
+        return received(name, shares, holding.kinds, [moved], holding.version)
 
     # -- peers ---------------------------------------------------------------------------------------------------
 
     def _from_peers(self) -> Taken[Received]:
-        wanted = shares_wanted(self.puller)
+        wanted = shares_wanted(self._puller)
         peering = SharePeering(self._context, wanted, self._request.wish)
         try:
             found, shares = peering.find_set(self._context.settings.wait or 0.0, self._agreed)
             memory = self._memory(found.shapes, shares, twins_among(found, shares))
-            moved = _Set(found, shares, memory, peering, self._context, self._put).move()
+            moved = _Set(found, shares, memory, peering, self._context).move()
             if self._keep:
                 self._keep_from(found, peering)
             peering.check_versions()
-            self._tensors, self.identity = memory.tensors(), wanted[0]
+            self.tensors, self.identity = memory.tensors(), wanted[0]
             kinds = {name: kind for group in found.groups for name, kind in group.holding.kinds.items()}
             version = min(group.holding.version for group in found.groups)
             self.peers = [peer for group in found.groups for peer in group.peers if peer.path]
             paths = ", ".join(f"{peer.address} by {peer.path}" for peer in self.peers)
-            return Taken(self._received("peer", shares, kinds, moved, version), paths)
+            return Taken(received("peer", shares, kinds, moved, version), paths)
         finally:
             peering.close()
 
@@ -162,23 +116,19 @@ class RankPull:
         """The small files of a checkpoint, where a peer has them: those that hold tensors only have none."""
         assert self._keep is not None
         for group in found.groups:
-            records = [group.holding.manifest.record(path) for path in beside(group.holding.manifest)]
-            sizes = {record.path: record.size for record in records if record}
-            if not sizes:
+            manifest = group.holding.manifest
+            records = [record for path in beside(manifest) if (record := manifest.record(path))]
+            if not records:
                 continue
-            pool = Pool(sum(sizes.values()))
-            starts = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
-            rows = [
-                Rows(path, 0, size, 1, max(1, size), pool.address + starts[path], size, HOST)
-                for path, size in sizes.items()
-            ]
-            memory = Memory({}, [(pool.address, pool.size, HOST)], dict, pool)
+            pool = Pool(sum(record.size for record in records))
+            starts = itertools.accumulate((record.size for record in records), initial=pool.address)
+            places = [Extent(one.path, 0, one.size, at) for one, at in zip(records, starts, strict=False)]
             bell = Bell()
-            members = peering.members(bell, memory.regions, group)
-            bring(group.holding, rows, members, bell, self._context, None, memory)
-            for record in records:
-                assert record is not None
-                data = bytes(pool.view[starts[record.path] : starts[record.path] + record.size])
+            members = peering.members(bell, [(pool.address, pool.size, HOST)], group)
+            move(group.holding, [one for one in places if one.length], members, bell, self._context, pool)
+            for record, place in zip(records, places, strict=True):
+                at = place.address - pool.address
+                data = bytes(pool.view[at : at + place.length])
                 if WholeDigest.of(data) != record.xxh3:
                     raise IntegrityError(f"{record.path}: not what the peers' manifest says")
                 self._keep(record.path, data)
@@ -190,27 +140,6 @@ class RankPull:
         shares = self._shares(found.shapes, found.config)
         parts_of(found, shares, list(shares), range(len(groups)))
         return found, shares
-
-    def _received(
-        self, name: str, shares: Mapping[str, Share], kinds: Mapping[str, str], moved: Sequence[Moved], version: int
-    ) -> Received:
-        buffers = sum(1 for one in shares if kinds.get(one) == "buffer")
-        by_source: dict[str, int] = {}
-        for one in moved:
-            for source, count in one.by_source.items():
-                by_source[source] = by_source.get(source, 0) + count
-        return Received(
-            len(shares),
-            len(shares) - buffers,
-            buffers,
-            sum(one.bytes for one in moved),
-            max((one.seconds for one in moved), default=0.0),
-            name,
-            (),
-            by_source,
-            version,
-            sum(one.extra for one in moved),
-        )
 
 
 def shares_wanted(puller: Pull) -> list[str]:
@@ -249,10 +178,9 @@ class _Set:
         memory: Memory,
         peering: SharePeering,
         context: Context,
-        put: Put | None,
     ) -> None:
         self._found, self._shares, self._memory = found, shares, memory
-        self._peering, self._context, self._put = peering, context, put
+        self._peering, self._context = peering, context
 
     def move(self) -> list[Moved]:
         """Blocks. Raises what a group that cannot be replaced failed with."""
@@ -324,10 +252,4 @@ class _Set:
         bell = Bell()
         members = self._peering.members(bell, merge_regions(self._memory.regions), group)
         many_runs = all(peer.path == "nixl-read" for peer in group.peers if peer.member)
-        return pool.submit(
-            bring, group.holding, rows, members, bell, context, self._put, self._memory, many_runs=many_runs
-        )
-
-
-def _gpu(memory: Memory) -> int:
-    return only_gpu(device for _, _, device in memory.regions)
+        return pool.submit(bring, group.holding, rows, members, bell, context, self._memory, many_runs=many_runs)

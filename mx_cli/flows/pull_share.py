@@ -43,9 +43,9 @@ def pull_share(request: PullRequest, rank: str, rules: str | None, context: Cont
     start = time.monotonic()
     target, metadata = NewDirectory(request.to), {"format": "pt", "rank": rank}
     with target.making() as work, _Files(target, work, number, metadata) as files:
-        pull = RankPull(request, context, rank, rules, sorted, files.make, None, files.keep)
+        pull = RankPull(request, context, rank, rules, sorted, files.make, files.keep)
         with watching(context, files):
-            received, _ = pull.run()
+            received = pull.run()
             files.make_durable()
         total, count = files.total()
     return PullOutcome(

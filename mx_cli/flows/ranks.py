@@ -13,7 +13,7 @@ from mx_cli.engine.many import Bell, Member
 from mx_cli.engine.meter import Meter
 from mx_cli.engine.ports import ReadItem
 from mx_cli.flows.context import Context
-from mx_cli.flows.pull_memory import Moved, Put, Shape, carry, place_of, read_items, table
+from mx_cli.flows.pull_memory import Moved, Shape, carry, place_of, read_items, table
 from mx_cli.flows.targets import ALIGN, byte_block, check_names
 from mx_cli.model.header import BITS
 from mx_cli.model.holding import Holding
@@ -25,6 +25,7 @@ from mx_cli.plan.rows import COPY_ALONG, READ_ALONG, Rows, spans_to_read, wanted
 from mx_cli.sinks.part_files import PartFilesSink
 from mx_cli.sinks.rows import RowsSink
 from mx_cli.sinks.torch_tensors import tensor_of
+from mx_cli.transport.on_gpu import copy_to
 from mx_cli.transport.peer import ITEM
 
 
@@ -63,9 +64,9 @@ class Memory:
     meter: Meter = field(default_factory=Meter)
     own: bool = False
 
-    def sink(self, rows: Sequence[Rows], copy_along: int, put: Put | None) -> RowsSink:
+    def sink(self, rows: Sequence[Rows], copy_along: int) -> RowsSink:
         """Takes the rows to their places."""
-        return PartFilesSink(rows, self.fds) if self.fds else RowsSink(rows, copy_along, put)
+        return PartFilesSink(rows, self.fds) if self.fds else RowsSink(rows, copy_along, copy_to)
 
 
 def own_memory(
@@ -154,7 +155,6 @@ def bring(
     members: Sequence[Member],
     bell: Bell,
     context: Context,
-    put: Put | None,
     memory: Memory,
     entries: Mapping[str, Entry] | None = None,
     *,
@@ -166,7 +166,7 @@ def bring(
     gaps of COPY_ALONG are. `extra` of the answer counts the bytes that were read and not wanted.
     """
     copy_along = COPY_ALONG if many_runs else READ_ALONG
-    sink = memory.sink(rows, copy_along, put)
+    sink = memory.sink(rows, copy_along)
     items = _items_for(holding, rows, sink, entries or {})
     extra = sum(_extra(sink, item, many_runs) for item in items)
     size = sum(item.length or 0 for item in items)

@@ -24,9 +24,8 @@ from mx_cli.flows.context import Context
 from mx_cli.flows.cuts import Cut
 from mx_cli.flows.hash import is_local
 from mx_cli.flows.pull_memory import carry, place_of, read_items
-from mx_cli.flows.pull_tensors import own_tensors
 from mx_cli.flows.ranks import Memory, chosen, own_memory, rows_of, twins_of
-from mx_cli.flows.targets import Layout
+from mx_cli.flows.targets import Layout, own_tensors
 from mx_cli.model.holding import HOST, Extent, Extents, Holding
 from mx_cli.model.manifest import BLOCK, Entry, Manifest
 from mx_cli.plan.blocks import aligned

@@ -9,8 +9,8 @@ from typing import Any
 
 from mx_cli.base.errors import Incompatible, UsageError
 from mx_cli.engine.buffers import Pool
-from mx_cli.flows.pull_memory import place_of
-from mx_cli.model.holding import HOST, Extent, Holding
+from mx_cli.flows.pull_memory import place_of, table
+from mx_cli.model.holding import HOST, Extent, Holding, joined
 from mx_cli.plan.shared import Piece, Wanted, pieces
 from mx_cli.sinks.torch_tensors import Described, alignment, bytes_of, copy_all, holds, reach, tensor_of
 
@@ -174,6 +174,34 @@ def _through_copies(
             one = by_name[name]
             copies.append((one, tensor_of(block, at + offset, one.dtype, one.shape)))
     return copies
+
+
+def own_tensors(
+    holding: Holding, names: Sequence[str] | None, device: int, tensors: dict[str, Any], *, fresh: bool = False
+) -> Layout:
+    """Memory for the tensors `names` (None: all), which `finish` puts into `tensors`. Raises UsageError, NoSpace.
+
+    `fresh`: see Pool.
+    """
+    every = table(holding)
+    check_names(names, every.keys())
+    chosen = sorted(every if names is None else names)
+    wanted = pieces_of(holding, {name: every[name][0] for name in chosen})
+    starts, size = in_one_block(wanted)
+    block = byte_block(device, size, fresh=fresh)
+    base = block.data_ptr()
+    targets = [
+        Extent(one.file, one.start, one.length, base + at, device) for one, at in zip(wanted, starts, strict=True)
+    ]
+    offsets = {
+        name: at + inside for one, at in zip(wanted, starts, strict=True) for name, inside in one.offsets.items()
+    }
+
+    def finish() -> None:
+        for name in chosen:
+            tensors[name] = tensor_of(block, offsets.get(name, 0), *every[name])
+
+    return Layout(joined(targets), chosen, finish, block=block, own=True)
 
 
 def in_one_block(wanted: Sequence[Piece]) -> tuple[list[int], int]:

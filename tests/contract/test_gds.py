@@ -17,7 +17,7 @@ from mx_cli.engine.many import Bell, Member
 from mx_cli.flows.catalog import catalog
 from mx_cli.flows.from_python import process_context
 from mx_cli.flows.pull_memory import move
-from mx_cli.flows.pull_tensors import own_tensors
+from mx_cli.flows.targets import own_tensors
 from mx_cli.model.holding import HOST
 from mx_cli.transport import gds
 from mx_cli.transport.disk import BLOCK, Disk
@@ -83,7 +83,7 @@ class Loading:
         bell = Bell()
         source = PeerSource("disk", found.holding, path, bell.ring, lambda: None)
         prepare()
-        move(found.holding, layout.targets, [Member("disk", source)], bell, context, None, layout, found.entries)
+        move(found.holding, layout.targets, [Member("disk", source)], bell, context, layout, found.entries)
         layout.finish()
         return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
 
