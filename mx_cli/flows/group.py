@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,6 +66,24 @@ class Group:
 
     holding: Holding
     peers: list[Peer]
+
+
+@dataclass(frozen=True)
+class Sourced:
+    """One source of the bytes: its address, the path they came by, how many, and why by this path."""
+
+    address: str
+    path: str
+    bytes: int
+    reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def sources_of(peers: Iterable[Peer], moved: Mapping[str, int]) -> tuple[Sourced, ...]:
+    """The peers that were read. `moved`: the bytes of each address."""
+    return tuple(Sourced(one.address, one.path, moved.get(one.address, 0), one.reason) for one in peers if one.path)
 
 
 def leave(peers: Sequence[Peer], serving: str = "", verified: int = 0) -> None:

@@ -107,15 +107,10 @@ class FromPeers:
         if self._origin:
             self._origin.close()
 
-    @property
-    def from_peers(self) -> int:
-        """Bytes that peers gave."""
-        return sum(member.bytes for member in self._many.members if not member.reserve) if self._many else 0
-
-    def bytes_of(self, address: str) -> int:
-        """Bytes that one peer gave."""
+    def by_peer(self) -> dict[str, int]:
+        """The bytes that each peer gave, by its address."""
         members = self._many.members if self._many else ()
-        return sum(member.bytes for member in members if member.name == address)
+        return {member.name: member.bytes for member in members if not member.reserve}
 
     def _from_origin(self, revision: str | None, stop: Stop) -> Listing:
         if self._origin is None:

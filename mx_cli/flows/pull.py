@@ -16,6 +16,7 @@ from mx_cli.flows import deliver
 from mx_cli.flows.context import Context, is_immutable
 from mx_cli.flows.data_path import Wish
 from mx_cli.flows.fill_directory import Filling
+from mx_cli.flows.group import Sourced, sources_of
 from mx_cli.flows.hash import is_local
 from mx_cli.flows.hash_anything import hash_anything
 from mx_cli.flows.new_directory import NewDirectory
@@ -45,19 +46,6 @@ class PullRequest:
     origin: str | None = None
     to: Path | None = None
     routes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Sourced:
-    """One source of the bytes: an address (or `origin`), the path they came by, how many, and why by this path."""
-
-    address: str
-    path: str
-    bytes: int
-    reason: str
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 @dataclass(frozen=True)
@@ -245,17 +233,21 @@ class Pull:
         request = Request(manifest.uri, revision=manifest.revision)
         supply = FromPeers(self._context, manifest.uri, manifest.revision, peering, None, self._wait)
         outcome = Prefetch(request, self._context, supply).run()
-        sources = tuple(
-            Sourced(peer.address, peer.path, supply.bytes_of(peer.address), peer.reason)
-            for peer in (peering.group.peers if peering.group else ())
-            if peer.path
-        )
-        return self._cached(outcome, "peer" if supply.from_peers else "cache", matched, sources)
+        moved = supply.by_peer()
+        sources = sources_of(peering.group.peers if peering.group else (), moved)
+        return self._cached(outcome, "peer" if any(moved.values()) else "cache", matched, sources)
 
     def _outcome(self, pulled: Pulled, matched: str) -> PullOutcome:
-        sources = tuple(Sourced(*row) for row in pulled.sources)
         return PullOutcome(
-            pulled.directory, "peer", matched, (), sources, pulled.bytes, pulled.moved, pulled.seconds, pulled.files
+            directory=pulled.directory,
+            route="peer",
+            identity=matched,
+            attempts=(),
+            sources=pulled.sources,
+            bytes_total=pulled.bytes,
+            bytes_moved=pulled.moved,
+            seconds=pulled.seconds,
+            files=pulled.files,
         )
 
     # -- cache and origin ----------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from mx_cli.engine.ports import Source
 from mx_cli.engine.run import Limits
 from mx_cli.flows.bounds import width
 from mx_cli.flows.context import Context
+from mx_cli.flows.group import Sourced, sources_of
 from mx_cli.flows.new_directory import NewDirectory
 from mx_cli.flows.peering import Peering
 from mx_cli.flows.progress import watching
@@ -23,10 +24,10 @@ from mx_cli.transport.peer import ITEM
 
 @dataclass(frozen=True)
 class Pulled:
-    """What came: `sources` are (address, path, bytes, why this path)."""
+    """What came, and from whom."""
 
     directory: Path
-    sources: tuple[tuple[str, str, int, str], ...]
+    sources: tuple[Sourced, ...]
     bytes: int
     moved: int
     seconds: float
@@ -51,10 +52,8 @@ def pull_files(peering: Peering, target: Path, context: Context) -> Pulled:
         return Pulled(target, (), total, 0, 0.0, count)
     with directory.making() as work:
         members, seconds = _fill(work, peering, context)
-    by_name = {member.name: member.bytes for member in members}
-    rows = [(peer.address, peer.path, by_name[peer.address], peer.reason) for peer in peering.group.peers if peer.path]
-    moved = sum(by_name.values())
-    return Pulled(target, tuple(rows), total, moved, seconds, count)
+    moved = {member.name: member.bytes for member in members}
+    return Pulled(target, sources_of(peering.group.peers, moved), total, sum(moved.values()), seconds, count)
 
 
 def _fill(work: Path, peering: Peering, context: Context) -> tuple[list[Member], float]:

@@ -17,9 +17,10 @@ from mx_cli.engine.meter import Meter
 from mx_cli.flows import deliver
 from mx_cli.flows.context import Context
 from mx_cli.flows.cuts import parse_rank
+from mx_cli.flows.group import sources_of
 from mx_cli.flows.new_directory import NewDirectory
 from mx_cli.flows.progress import watching
-from mx_cli.flows.pull import PullOutcome, PullRequest, Sourced
+from mx_cli.flows.pull import PullOutcome, PullRequest
 from mx_cli.flows.pull_memory import Shape
 from mx_cli.flows.pull_ranks import RankPull
 from mx_cli.flows.ranks import Memory, Place
@@ -53,9 +54,7 @@ def pull_share(request: PullRequest, rank: str, rules: str | None, context: Cont
         route=received.route,
         identity=pull.identity,
         attempts=received.attempts,
-        sources=tuple(
-            Sourced(peer.address, peer.path, received.sources.get(peer.address, 0), peer.reason) for peer in pull.peers
-        ),
+        sources=sources_of(pull.peers, received.sources),
         bytes_total=total,
         bytes_moved=received.bytes,
         seconds=time.monotonic() - start,
