@@ -22,7 +22,7 @@ from mx_cli.flows.pull_routes import Received, TensorPull, received
 from mx_cli.flows.targets import Layout, check_begun, filled_by_twins, layout_of, own_tensors
 from mx_cli.model.holding import Holding
 from mx_cli.plan.ranges import merge_regions
-from mx_cli.sinks.torch_tensors import describe, refuse_read_only, require_torch
+from mx_cli.sinks.torch_tensors import Described, describe, refuse_read_only, require_torch
 from mx_cli.sources.registry import OpenOrigin
 
 MakeLayout = Callable[[Holding], Layout]
@@ -144,15 +144,19 @@ def pull_into(
         raise UsageError("rules without a rank")
 
     def make(holding: Holding) -> Layout:
-        holding = named_as_in(holding, [one.name for one in described])
-        twins = filled_by_twins(described, table(holding))
-        wanted: dict[str, Shape] = {one.name: (one.dtype, one.shape) for one in described if one.name not in twins}
-        names = set(compare(holding, wanted, allow_missing=allow_missing, allow_extra=allow_extra))
-        layout = layout_of(holding, [one for one in described if one.name in names])
-        kinds = {one.name: one.kind for one in described}
-        return dataclasses.replace(layout, names=[*layout.names, *sorted(twins)], kinds=kinds, keep=described)
+        return _into(described, holding, allow_missing=allow_missing, allow_extra=allow_extra)
 
     return IntoMemory(request, context, make).run()
+
+
+def _into(described: Sequence[Described], holding: Holding, *, allow_missing: bool, allow_extra: bool) -> Layout:
+    holding = named_as_in(holding, [one.name for one in described])
+    twins = filled_by_twins(described, table(holding))
+    wanted: dict[str, Shape] = {one.name: (one.dtype, one.shape) for one in described if one.name not in twins}
+    names = set(compare(holding, wanted, allow_missing=allow_missing, allow_extra=allow_extra))
+    layout = layout_of(holding, [one for one in described if one.name in names])
+    kinds = {one.name: one.kind for one in described}
+    return dataclasses.replace(layout, names=[*layout.names, *sorted(twins)], kinds=kinds, keep=described)
 
 
 def pull(

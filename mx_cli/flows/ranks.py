@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -106,14 +107,14 @@ def _bytes(name: str, dtype: str, share: Share) -> int:
 
 def twins_of(holding: Holding, shapes: Mapping[str, Shape], shares: Mapping[str, Share]) -> dict[str, str]:
     """Names whose bytes are all those of an earlier one: tied weights stay tied."""
+    return tied(shapes, shares, functools.partial(place_of, holding))
+
+
+def tied(shapes: Mapping[str, Shape], shares: Mapping[str, Share], place: Callable[[str], object]) -> dict[str, str]:
+    """The same of tensors whose bytes lie at `place(name)`, wherever that is."""
     first: dict[object, str] = {}
-    found = {}
-    for name, share in shares.items():
-        key = (place_of(holding, name), shapes[name], share)
-        owner = first.setdefault(key, name)
-        if owner != name:
-            found[name] = owner
-    return found
+    owners = {name: first.setdefault((place(name), shapes[name], share), name) for name, share in shares.items()}
+    return {name: owner for name, owner in owners.items() if owner != name}
 
 
 # --- from a source that has whole tensors -----------------------------------------------------------------------------

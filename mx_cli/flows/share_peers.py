@@ -11,6 +11,7 @@ from mx_cli.engine.together import side_by_side
 from mx_cli.flows.group import Group, Peer, announced_holding, by_manifest
 from mx_cli.flows.peering import Peering
 from mx_cli.flows.pull_memory import Shape, place_of, table
+from mx_cli.flows.ranks import tied
 from mx_cli.model.holding import Holding
 from mx_cli.model.share import Share
 
@@ -93,11 +94,8 @@ def _who(group: Group) -> str:
 
 def twins_among(found: Offered, shares: Mapping[str, Share]) -> dict[str, str]:
     """Names whose bytes are those of an earlier one at all who have them: tied weights stay tied."""
-    first: dict[object, str] = {}
-    twins = {}
-    for name, share in shares.items():
-        places = tuple((index, place_of(found.groups[index].holding, name)) for index in sorted(found.parts[name]))
-        owner = first.setdefault((places, found.shapes[name], share), name)
-        if owner != name:
-            twins[name] = owner
-    return twins
+
+    def places(name: str) -> object:
+        return tuple((index, place_of(found.groups[index].holding, name)) for index in sorted(found.parts[name]))
+
+    return tied(found.shapes, shares, places)
