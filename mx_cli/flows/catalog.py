@@ -184,15 +184,10 @@ def _holding(listing: Listing, entries: Mapping[str, Entry], tables: Mapping[str
 def found_config(found: Catalog, origin: OpenOrigin) -> Mapping[str, Any] | None:
     """The checkpoint's config.json, None where there is none. A small read."""
     if found.directory is not None:
-        return local_config(found.directory)
+        there = (found.directory / CONFIG).is_file()
+        return config_of(LocalFiles(found.directory).read(CONFIG) if there else None)
     entry = found.entries.get(CONFIG)
     return config_of(origin.read(entry, CONFIG_LIMIT) if entry else None)
-
-
-def local_config(directory: Path) -> Mapping[str, Any] | None:
-    """The config.json of a directory, None where there is none. A small read."""
-    path = directory / CONFIG
-    return config_of(LocalFiles(directory).read(CONFIG) if path.is_file() else None)
 
 
 def member(found: Catalog, origin: OpenOrigin, bell: Bell, context: Context, device: int = HOST) -> Member:
