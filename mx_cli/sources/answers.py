@@ -242,10 +242,11 @@ def size_of(head: Head) -> int | None:
     return head.length
 
 
-def hex_of(encoded: str) -> str:
-    """Hex of a base64 digest; empty for none, and for a checksum of checksums (`…-7`)."""
+def hex_of(encoded: str, length: int) -> str:
+    """Hex of a base64 digest of `length` bytes; empty for anything else: none, or a checksum of checksums (`…-7`)."""
     try:
-        return base64.b64decode(encoded, validate=True).hex()
+        digest = base64.b64decode(encoded, validate=True)
+        return digest.hex() if len(digest) == length else ""
     except (binascii.Error, ValueError):
         return ""
 

@@ -7,6 +7,7 @@ import os
 import re
 import stat
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -22,6 +23,8 @@ from mx_cli.sources.uri import Uri
 LEFT_OUT = frozenset({".cache", ".git", "lost+found"})
 _GONE = frozenset({errno.ENOENT, errno.ENOTDIR})
 _SMALL = 1 << 20
+_MOST_NAMES = 100
+"""Of one directory: links that lead to directories of links have without end."""
 _HUB_BLOB = re.compile(r"blobs/([0-9a-f]{64})$")
 
 
@@ -31,6 +34,7 @@ class Files(Named):
     def __init__(self, uri: Uri, context: Context) -> None:
         no_versions(context, uri.shown)
         super().__init__(uri, context)
+        self._names: Counter[tuple[int, int]] = Counter()
 
     @property
     def caps(self) -> SourceCaps:
@@ -42,6 +46,7 @@ class Files(Named):
         root = self._uri.path
         status = self._stat(root)
         if stat.S_ISDIR(status.st_mode):
+            self._names.clear()
             found = tuple(self._walk(root, "", frozenset({(status.st_dev, status.st_ino)}), stop))
             if not found:
                 raise NotFound(f"{self._uri.shown}: no files in this directory (looked in {root} and below)")
@@ -85,11 +90,13 @@ class Files(Named):
                 status = self._stat(path)
                 found = _entry(shown, path, status) if stat.S_ISREG(status.st_mode) else None
                 place = (status.st_dev, status.st_ino)
-                if stat.S_ISDIR(status.st_mode) and place in above:
-                    shown += "/*"
-                    raise FilesystemRefused(f"{path}: a symlink that leads back into its own parents")
+                if stat.S_ISDIR(status.st_mode):
+                    self._look_for_circles(path, place, above)
             except Unreachable:
                 raise
+            except _Endless as refusal:
+                yield _refused(f"{shown}/*", refusal)
+                continue
             except MxError as refusal:
                 # What went away meanwhile is not there.
                 if os.path.lexists(path):
@@ -99,6 +106,13 @@ class Files(Named):
                 yield found
             elif stat.S_ISDIR(status.st_mode):
                 yield from self._walk(path, f"{shown}/", above | {place}, stop)
+
+    def _look_for_circles(self, path: str, place: tuple[int, int], above: frozenset[tuple[int, int]]) -> None:
+        if place in above:
+            raise _Endless(f"{path}: a symlink that leads back into its own parents")
+        self._names[place] += 1
+        if self._names[place] > _MOST_NAMES:
+            raise _Endless(f"{path}: more than {_MOST_NAMES} names lead to this directory, through symlinks")
 
     def open(self, item: ReadItem) -> FileStream:
         """See `Reader.open`."""
@@ -124,6 +138,10 @@ class Files(Named):
 
     def close(self) -> None:
         """Nothing is kept open between reads."""
+
+
+class _Endless(FilesystemRefused):
+    """A directory that its own links would have listed for ever."""
 
 
 class FileStream:

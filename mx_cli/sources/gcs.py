@@ -64,7 +64,7 @@ class Gcs(Store):
             asked.add(token)
             query = {"prefix": prefix, "maxResults": _PAGE, "fields": f"nextPageToken,items({_FIELDS})"}
             page = self._json("", {**query, "pageToken": token} if token else query, "")
-            rows += page.get("items") or []
+            rows += self._rows(page)
             token = str(page.get("nextPageToken") or "")
             if not token:
                 break
@@ -74,6 +74,12 @@ class Gcs(Store):
         wanted = [row for row in rows if _name(row).startswith(prefix) and _name(row) not in folders]
         found = [_entry(_name(row).removeprefix(prefix), row, self._uri.shown) for row in wanted]
         return tuple(sorted(found, key=lambda item: item.path.encode("utf-8", "surrogatepass")))
+
+    def _rows(self, page: dict[str, Any]) -> list[dict[str, Any]]:
+        rows = page.get("items") or []
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise IntegrityError(f"{self._uri.shown}: the listing holds a row that is no object")
+        return rows
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -172,7 +178,7 @@ def _bearer(token: str) -> Sign:
 def _parsed(body: bytes, what: str) -> dict[str, Any]:
     try:
         value = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         raise IntegrityError(f"{what}: the answer is not that of a JSON API ({len(body)} bytes)")
@@ -190,7 +196,7 @@ def _entry(path: str, row: dict[str, Any], shown: str) -> Entry:
     if str(row.get("contentEncoding", "")).lower() == "gzip":
         # What is told of it is told of the packed bytes; it comes unpacked, and whole.
         return Entry(path, None, generation, key=_name(row), version=generation)
-    digests = {"crc32c": hex_of(str(row.get("crc32c", ""))), "md5": hex_of(str(row.get("md5Hash", "")))}
+    digests = {"crc32c": hex_of(str(row.get("crc32c", "")), 4), "md5": hex_of(str(row.get("md5Hash", "")), 16)}
     known = {kind: digest for kind, digest in digests.items() if digest}
     return Entry(path, size, generation, digests=known, key=_name(row), version=generation)
 
@@ -199,6 +205,6 @@ def _message(body: bytes) -> str:
     """What the API's error says, cut and without secrets."""
     try:
         said = json.loads(body)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         said = body[:200].decode("utf-8", "replace")
     return redact.text(str(said)).partition("\n")[0][:300]

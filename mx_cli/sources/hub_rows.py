@@ -33,14 +33,13 @@ def entries(rows: list[Any], shown: str) -> list[Entry]:
 def _entry(row: dict[str, Any], named_by_git: bool) -> Entry:
     lfs, name = _lfs(row), _name(row)
     sha256 = _sha256(lfs)
-    size = lfs.get("size", row.get("size"))
+    size = _size(lfs["size"] if "size" in lfs else row.get("size"))
     digests: dict[str, str] = {}
     if _is_hex(sha256, _SHA256_DIGITS):
         digests["sha256"] = sha256
     elif named_by_git and not lfs and not row.get("xetHash") and _is_hex(name, len(name)) and len(name) in GIT:
         digests[GIT[len(name)]] = name
-    known = size if type(size) is int and size >= 0 else None
-    return Entry(row["path"], known, sha256 or name, digests=digests, key=row["path"])
+    return Entry(row["path"], size, sha256 or name, digests=digests, key=row["path"])
 
 
 def _named_by_git(rows: list[dict[str, Any]]) -> bool:
@@ -59,13 +58,16 @@ def _pointers(rows: list[dict[str, Any]]) -> Iterator[bool]:
     for row in rows:
         lfs, name = _lfs(row), _name(row)
         if _sha256(lfs) and len(name) in GIT:
-            pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize %d\n" % (
-                _sha256(lfs).encode(),
-                lfs.get("size") or 0,
-            )
+            size = _size(lfs.get("size")) or 0
+            text = f"version https://git-lfs.github.com/spec/v1\noid sha256:{_sha256(lfs)}\nsize {size}\n"
+            pointer = text.encode("utf-8", "replace")
             whole = b"blob %d\0" % len(pointer) + pointer
             made = hashlib.sha1(whole, usedforsecurity=False) if GIT[len(name)] == "git-sha1" else hashlib.sha256(whole)
             yield made.hexdigest() == name
+
+
+def _size(told: Any) -> int | None:
+    return told if type(told) is int and told >= 0 else None
 
 
 def _lfs(row: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from mx_cli.sources.s3_keys import Expired, WrongRegion
 from mx_cli.sources.wire import Head, number
 
 _MD5 = re.compile(r"[0-9a-f]{32}")
-_CHECKSUMS = ("sha256", "crc64nvme", "crc32c")
+_CHECKSUMS = {"sha256": 32, "crc64nvme": 8, "crc32c": 4}
+"""The whole object's, by their lengths in bytes."""
 _WRONG_KEYS = frozenset({"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken"})
 _DENIED = frozenset({"AccessDenied", "AllAccessDisabled"})
 _ENDPOINT_HINT = "give that one with --endpoint-url, or AWS_ENDPOINT_URL_S3"
@@ -26,6 +27,8 @@ _BUSY = frozenset(
     | {"ThrottlingException", "ThrottledException", "RequestThrottled", "TooManyRequests", "BandwidthLimitExceeded"}
 )
 _VIRTUAL_ONLY = frozenset({"SecondLevelDomainForbidden", "PathStyleDomainForbidden", "InvalidPathAccess"})
+# It becomes part of a host's name, to which a signed request goes.
+_REGION = re.compile(r"[a-z0-9-]{1,40}")
 _AWS_REGION = re.compile(r"\bs3[.-](?:dualstack\.)?([a-z]{2}(?:-[a-z]+)+-\d)\.amazonaws\.")
 _ERROR = re.compile(rb"\s*(?:<\?xml[^>]*>)?\s*<Error[\s>]")
 _EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"})
@@ -116,8 +119,8 @@ def stored_digests(head: Head, known: dict[str, str]) -> dict[str, str]:
         # The ETag of an encrypted object has an MD5's form, but is none.
         found.pop("etag-md5", None)
     if head.get("x-amz-checksum-type").upper() != "COMPOSITE":
-        for kind in _CHECKSUMS:
-            digest = hex_of(head.get(f"x-amz-checksum-{kind}"))
+        for kind, length in _CHECKSUMS.items():
+            digest = hex_of(head.get(f"x-amz-checksum-{kind}"), length)
             if digest:
                 found[kind] = digest
     return found
@@ -140,7 +143,11 @@ class Asked:
         code, said = _element(text, "Code"), redact.text(_element(text, "Message"))[:300]
         place = _element(text, "Endpoint") or head.get("location")
         region = head.get("x-amz-bucket-region") or _element(text, "Region") or region_of(place)
-        if region and region != self.region and (head.status in {*MOVED_STATUS, 400} or code in _MOVED):
+        if (
+            _REGION.fullmatch(region)
+            and region != self.region
+            and (head.status in {*MOVED_STATUS, 400} or code in _MOVED)
+        ):
             return WrongRegion(f"{what}: the bucket {self.bucket} is in {region}, not in {self.region}", region)
         seen = f"{self.operation} of {self._object()}: HTTP {head.status} {code}".rstrip()
         if code in _EXPIRED:

@@ -201,6 +201,15 @@ def test_a_mirror_whose_pointers_have_other_names_makes_up_all_of_them(mx: Mx) -
     assert records(mx) == {"config.json": {}, "tokenizer.json": {"sha256": hashlib.sha256(WORDS).hexdigest()}}
 
 
+@pytest.mark.parametrize("size", ["x", None, -1, True, 10**30, 1.5])
+@pytest.mark.parametrize("oid", ["ab" * 32, "AB" * 32, "sha256:" + "ab" * 32, "\ud800", 5, None])
+def test_what_a_pointer_says_may_be_anything(size: object, oid: object) -> None:
+    row = {"type": "file", "path": "a.bin", "size": 7, "oid": "cd" * 20, "lfs": {"oid": oid, "size": size}}
+    (entry,) = entries([row], "hf://org/model")
+    assert entry.size in (None, 10**30)
+    assert entry.digests in ({}, {"sha256": "ab" * 32})
+
+
 def test_the_name_of_a_pointer_is_not_the_one_of_the_file() -> None:
     data = b"weights"
     rows: list[Any] = [

@@ -130,6 +130,29 @@ def test_p25_a_region_that_only_the_endpoints_name_tells(mx: Mx) -> None:
     assert "the bucket is in eu-west-1" in fetched(mx, bucket).ok().err
 
 
+@pytest.mark.parametrize("region", ["evil.example/", "a@evil.example", "x" * 100, "eu west"])
+def test_p25_what_cannot_be_a_region_is_no_part_of_a_host(mx: Mx, region: str) -> None:
+    """A signed request would go to it."""
+    moved = {"x-amz-bucket-region": region}
+    bucket = Bucket(OBJECTS, lambda asked: error(asked, 301, "PermanentRedirect", f"<Region>{region}</Region>", moved))
+    result = fetched(mx, bucket).exits(11)
+    assert "going on with that region" not in result.err
+
+
+@pytest.mark.parametrize("digest", ["AAAA", "!!!", "AAAAAA==-3", ""])
+def test_a_checksum_that_is_none_proves_nothing(mx: Mx, digest: str) -> None:
+    bucket = Bucket(OBJECTS)
+    bucket.headers = {"x-amz-checksum-sha256": digest, "x-amz-checksum-crc32c": digest}
+    fetched(mx, bucket, "s3://b/m/model.safetensors").ok()
+
+
+@pytest.mark.parametrize("listing", [b'{"items":"abc"}', b'{"items":[null]}', b"[" * 300_000, b"[]", b'{"items":{}'])
+def test_a_listing_of_googles_that_is_none(mx: Mx, listing: bytes) -> None:
+    with scripted(lambda asked: asked.say(200, listing) if "/o?" in asked.path else asked.say(404, b"{}")) as server:
+        result = mx("prefetch", f"gs+{server.url}/b/m", env={"MX_RETRY_FOR": "1s"}).exits(16)
+    assert "bug" not in result.err
+
+
 # --- redirects ---------------------------------------------------------------------------------------------------
 
 SESSION = {"AWS_SESSION_TOKEN": "SESSIONTOKEN1"}

@@ -122,6 +122,19 @@ def test_an_index_that_is_a_link_to_nothing_decides_nothing(mx: Mx, tmp_path: Pa
     mx("prefetch", model, "--exclude", "*.index.json").ok()
 
 
+def test_links_to_directories_of_links(tmp_path: Path) -> None:
+    """Two ways from each of 16 directories to the next are 65,536 ways to the last."""
+    for depth in range(16):
+        (tmp_path / f"{depth}").mkdir()
+        for name in "ab":
+            (tmp_path / f"{depth}" / name).symlink_to(f"../{depth + 1}")
+    (tmp_path / "16").mkdir()
+    (tmp_path / "16" / "x.json").write_bytes(b"{}")
+    listing = listed(tmp_path)
+    assert len(listing.files) < 5000
+    assert "names lead to this directory" in str(next(entry.refusal for entry in listing.files if entry.refusal))
+
+
 @capability("root", "setpriv")
 def test_directories_of_others_refuse_when_they_are_wanted(mx: Mx, tmp_path: Path) -> None:
     model = tmp_path / "model"

@@ -152,6 +152,7 @@ def test_sizes() -> None:
 
 
 def test_base64_digests() -> None:
-    assert hex_of("AAAAAA==") == "00000000"
-    assert hex_of("AAAAAA==-7") == ""
-    assert hex_of("") == ""
+    assert hex_of("AAAAAA==", 4) == "00000000"
+    assert hex_of("AAAAAA==-7", 4) == ""
+    assert hex_of("AAAA", 4) == ""
+    assert hex_of("", 4) == ""
