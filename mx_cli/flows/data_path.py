@@ -38,7 +38,7 @@ class Wish:
     def check(self) -> None:
         """Raises UsageError for words that mean nothing, or contradict each other."""
         for address in self.peers:
-            peer_address(address, option="--peer")
+            peer_address(str(address), option="--peer")
         if self.path not in PATHS:
             raise UsageError(f"not a path (--path {self.path}: expected {', '.join(PATHS)})")
         if unknown := sorted(self.require - set(REQUIREMENTS)):

@@ -16,6 +16,7 @@ import secrets
 import shutil
 import ssl
 import stat
+import string
 import struct
 import subprocess
 import tempfile
@@ -29,6 +30,7 @@ SHORTEST = 16
 """Bytes of a secret: who runs a false peer sees a proof, and must not find the secret by trying."""
 
 _LARGEST_FILE = 64 << 10
+_BLANK = string.whitespace.encode() + b"\0"
 _TOKEN_NAME = "peer-token"
 _IN_MEMORY = "/dev/shm"
 _OF_ANOTHER = frozenset({"NO_CERTIFICATE_ASSIGNED", "KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH"})
@@ -38,7 +40,7 @@ _OF_ANOTHER = frozenset({"NO_CERTIFICATE_ASSIGNED", "KEY_VALUES_MISMATCH", "KEY_
 def read_secrets(path: Path) -> list[bytes]:
     """The secrets of a file, one a line: the first is offered, all are accepted, so they can be rotated.
 
-    White space around a line and empty lines mean nothing; symlinks (a mounted Secret) are followed. Reads the file at
+    White space and NULs around a line and empty lines mean nothing; symlinks (a mounted Secret) are followed. Reads the file at
     each call. Raises UsageError, which never shows a secret, for an unreadable file, a pipe, a short secret, or none at all.
     """
     hint = f"make one: head -c 32 /dev/urandom | base64 > {path}"
@@ -56,7 +58,8 @@ def read_secrets(path: Path) -> list[bytes]:
         raise UsageError(f"not a file of peer secrets ({path}: more than {_LARGEST_FILE} bytes)", hint=hint)
     found: list[bytes] = []
     for number, line in enumerate(data.removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
-        secret = line.strip()
+        # NULs are what a machine that lost power leaves of a file: everybody knows those.
+        secret = line.strip(_BLANK)
         if 0 < len(secret) < SHORTEST:
             raise UsageError(
                 f"a peer secret is too short ({path}, line {number}: {len(secret)} bytes, expected at least {SHORTEST})",

@@ -477,6 +477,8 @@ def test_arguments_that_mean_nothing(place: Path) -> None:
             mx_cli.pull_into(target, "mx1c-" + "0" * 32, **wrong, **settings(place))
     with pytest.raises(UsageError, match="cuda:x"):
         mx_cli.pull("mx1c-" + "0" * 32, device="cuda:x", **settings(place))
+    with pytest.raises(UsageError, match="not an address"):
+        mx_cli.pull("mx1c-" + "0" * 32, peers=[None], **settings(place))
     with pytest.raises(UsageError, match="not a model: 7"):
         mx_cli.pull(7, **settings(place))
     for wrong, said in (

@@ -47,7 +47,9 @@ def test_p38_a_mounted_secret_is_a_symlink(tmp_path: Path) -> None:
     assert secret.read_secrets(tmp_path / "token") == [LONG]
 
 
-@pytest.mark.parametrize("text", [b"", b"\n \r\n", b"short-secret!\n", LONG + b"\nshort-secret!\n", b"x" * (65 << 10)])
+@pytest.mark.parametrize(
+    "text", [b"", b"\n \r\n", bytes(64), b"short-secret!\n", LONG + b"\nshort-secret!\n", b"x" * (65 << 10)]
+)
 def test_what_is_no_secret_is_refused_with_the_line_that_makes_one(tmp_path: Path, text: bytes) -> None:
     path = tmp_path / "secret"
     path.write_bytes(text)
