@@ -101,6 +101,7 @@ def pull(request: PullRequest, context: Context) -> PullOutcome:
 
 class Pull:
     """One run; see `pull`. After it `leave` gives the grants back. `holding` is what peers gave, None by another route.
+    `snapshot_taken` is where the cache has the weights, None for those that went past it.
 
     `own`: the generation of this process's own peer, which is no source for it.
     """
@@ -110,6 +111,7 @@ class Pull:
         self._wait = context.settings.wait or 0.0
         self._peering: Peering | None = None
         self.holding: Holding | None = None
+        self.snapshot_taken: Path | None = None
         request.wish.check()
         self._cache_lacks = False
         if unknown := [name for name in request.routes if name not in route.NAMES]:
@@ -358,6 +360,7 @@ class Pull:
                 return
 
     def _cached(self, outcome: Outcome, name: str, matched: str, sources: tuple[Sourced, ...] = ()) -> PullOutcome:
+        self.snapshot_taken = outcome.directory
         return PullOutcome(
             directory=self._request.to or outcome.directory,
             route=name,

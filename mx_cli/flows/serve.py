@@ -115,8 +115,10 @@ def pull_then_serve(
     puller = Pull(request, context, serving.generation)
     try:
         outcome = puller.run()
-        holding = puller.holding or local_holding(outcome.directory, context)
-        serving.offer(holding, OnDisk(outcome.directory, holding))
+        # The snapshot knows the origin of a directory that was filled from it.
+        place = puller.snapshot_taken or outcome.directory
+        holding = puller.holding or local_holding(place, context)
+        serving.offer(holding, OnDisk(place, holding))
         puller.leave(serving.address, outcome.bytes_total)
         on_done(outcome)
         context.notice(f"serving at {serving.address} until stopped")

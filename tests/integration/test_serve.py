@@ -397,6 +397,18 @@ def test_v09_who_was_filled_is_a_peer(to: bool, hosts: Hosts, model: Path, tmp_p
     assert not hosts.records()
 
 
+def test_v09_who_was_filled_by_the_origin_is_found_by_the_origin(
+    hosts: Hosts, model: Path, hub: servers.Hub, tmp_path: Path
+) -> None:
+    uri = f"{hub.uri}@{hub.commit(model)}"
+    first = hosts.then_served(
+        hosts.start("pull", uri, "--then-serve", "--to", tmp_path / "first", "--json", env=hub.env, host="b")
+    )
+    pulled = hosts("pull", uri, "--route", "peer", "--to", tmp_path / "second", "--json", host="c").ok().json()
+    assert [one["address"] for one in pulled["sources"]] == [first.address]
+    assert tree(tmp_path / "first") == tree(tmp_path / "second") == tree(model)
+
+
 def test_v09_the_source_names_it_as_a_better_one(hosts: Hosts, model: Path, tmp_path: Path) -> None:
     """A reader that only knows the busy source finds the one that was filled."""
     first = hosts.serve(model, "--max-readers", "1")
