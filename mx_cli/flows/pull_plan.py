@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,14 @@ from mx_cli.flows.peering import Peering
 from mx_cli.flows.prefetch import preview
 from mx_cli.flows.pull import Pull, PullRequest, check_named
 from mx_cli.flows.pull_memory import table
-from mx_cli.flows.pull_ranks import parts_of, shares_wanted
+from mx_cli.flows.pull_ranks import parts_of, rows_by_group, shares_wanted
 from mx_cli.flows.ranks import Place, items_to_read, rows_of
 from mx_cli.flows.refusals import said
 from mx_cli.flows.request import Request
 from mx_cli.flows.share_peers import Offered, SharePeering, offered
-from mx_cli.model.holding import size_of
+from mx_cli.model.holding import Holding
+from mx_cli.model.manifest import Entry
+from mx_cli.plan.rows import Rows
 from mx_cli.transport.disk import LOCAL_READS
 from mx_cli.transport.peer import ITEM
 
@@ -198,8 +200,9 @@ class _LookForRank(_Look):
     def _from_groups(self, groups: Sequence[Group]) -> tuple[Offered, int]:
         found = offered(groups)
         shares = cut_of(self._rank, self._rules, found.config).shares(found.shapes)
-        parts_of(found, shares, list(shares), range(len(groups)))
-        return found, sum(size_of(found.shapes[name][0], share.local_shape) for name, share in shares.items())
+        plan = parts_of(found, shares, list(shares), range(len(groups)))
+        rows = rows_by_group(found, shares, plan, dict.fromkeys(shares, Place(0, 0)))
+        return found, sum(_size_of_items(groups[index].holding, mine, {}) for index, mine in rows.items())
 
     def _cache(self) -> Choice:
         uri, directory = self._snapshot()
@@ -221,6 +224,10 @@ class _LookForRank(_Look):
             shapes = table(found.holding)
             shares = cut_of(self._rank, self._rules, lambda: found_config(found, origin)).shares(shapes)
             rows = rows_of(found.holding, shapes, shares, dict.fromkeys(shares, Place(0, 0)))
-            return sum(item.length or 0 for item in items_to_read(found.holding, rows, found.entries))
+            return _size_of_items(found.holding, rows, found.entries)
         finally:
             origin.close()
+
+
+def _size_of_items(holding: Holding, rows: Sequence[Rows], entries: Mapping[str, Entry]) -> int:
+    return sum(item.length or 0 for item in items_to_read(holding, rows, entries))

@@ -24,7 +24,7 @@ from mx_cli.flows.pull import Pull, PullRequest
 from mx_cli.flows.pull_memory import Moved, Shape, move, place_of, table
 from mx_cli.flows.pull_routes import Received, TensorPull, received
 from mx_cli.flows.rank_targets import Choose, Make
-from mx_cli.flows.ranks import Memory, bring, rows_between, twins_of
+from mx_cli.flows.ranks import Memory, Place, bring, rows_between, twins_of
 from mx_cli.flows.share_peers import Offered, SharePeering, offered, twins_among
 from mx_cli.flows.targets import check_begun
 from mx_cli.model import identity
@@ -168,6 +168,21 @@ def parts_of(
     return plan
 
 
+def rows_by_group(
+    found: Offered, shares: Mapping[str, Share], plan: Mapping[str, Sequence[Any]], places: Mapping[str, Place]
+) -> dict[int, list[Rows]]:
+    """What is to be read from each group (its index -> rows) for a `plan` of `parts_of`."""
+    rows: dict[int, list[Rows]] = {}
+    for name, parts in plan.items():
+        dtype = found.shapes[name][0]
+        for part in parts:
+            file, start, _ = place_of(found.groups[part.source].holding, name)
+            rows.setdefault(part.source, []).extend(
+                rows_between(name, dtype, part.share, shares[name], file, start, places[name], part.only)
+            )
+    return rows
+
+
 class _Set:
     """The transfer from several groups at once; what a failing group should have given comes from others, if they can."""
 
@@ -206,10 +221,7 @@ class _Set:
         return moved
 
     def _round(self, plan: Mapping[str, Sequence[Any]]) -> tuple[list[Moved], dict[int, MxError]]:
-        rows: dict[int, list[Rows]] = {}
-        for name, parts in plan.items():
-            for part in parts:
-                rows.setdefault(part.source, []).extend(self._rows(name, part))
+        rows = rows_by_group(self._found, self._shares, plan, self._memory.places)
         failed: dict[int, MxError] = {}
         work = Stop()
         context = dataclasses.replace(self._context, stop=work)
@@ -239,13 +251,6 @@ class _Set:
             except MxError as error:
                 failed[index] = error
         return moved, failed
-
-    def _rows(self, name: str, part: Any) -> list[Rows]:
-        holding = self._found.groups[part.source].holding
-        file, start, _ = place_of(holding, name)
-        dtype = self._found.shapes[name][0]
-        place = self._memory.places[name]
-        return rows_between(name, dtype, part.share, self._shares[name], file, start, place, part.only)
 
     def _begin(self, pool: ThreadPoolExecutor, index: int, rows: list[Rows], context: Context) -> Future[Moved]:
         group = self._found.groups[index]

@@ -123,7 +123,8 @@ class Rules:
         if rule is None:
             if len(shape) > 1 and not self.replicate_rest:
                 raise UsageError(
-                    f"no rule says how {name} {list(shape)} is split", hint='add one, or "default": "replicate"'
+                    f"no rule says how {name} {list(shape)} is split",
+                    hint='a rule file has one, or "default": "replicate": --rules FILE',
                 )
             return None, None
         dim = rule.along

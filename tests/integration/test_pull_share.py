@@ -181,8 +181,9 @@ def test_no_extra_byte_where_parts_lie_in_one_run(
     assert store.bytes_served("model.safetensors") == total + 4 * FIRST_READ
 
 
-def test_the_dry_run_tells_a_ranks_bytes(hosts: Hosts, s3: servers.S3, tmp_path: Path) -> None:
-    whole = tp.write(tmp_path / "model")
+@pytest.mark.parametrize("device", ["file", "cpu"])
+def test_the_dry_run_tells_a_ranks_bytes(device: str, hosts: Hosts, s3: servers.S3, tmp_path: Path) -> None:
+    tp.write(tmp_path / "model")
     s3.put_tree("model", tmp_path / "model")
     uri = s3.uri("model")
     look = ("pull", uri, "--rank", "1/2", "--to", tmp_path / "out", "--json")
@@ -191,9 +192,11 @@ def test_the_dry_run_tells_a_ranks_bytes(hosts: Hosts, s3: servers.S3, tmp_path:
     assert [one["route"] for one in found["routes"]] == ["peer", "cache", "stream"]
     assert (found["route"], found["bytes"]) == ("stream", moved)
     hosts("prefetch", uri, host="b", env=s3.env).ok()
-    hosts.serve(uri, host="b", env=s3.env)
+    hosts.serve(uri, "--device", device, host="b", env=s3.env)
     found = hosts(*look, "--dry-run", host="c", env=s3.env).ok().json()
-    assert (found["route"], found["bytes"]) == ("peer", tp.size(tp.shares(whole, 1, 2)))
+    moved = hosts(*look, host="c", env=s3.env).ok().json()
+    assert (found["route"], found["bytes"]) == ("peer", moved["bytes_moved"])
+    assert moved["route"] == "peer"
     cached = hosts(*look, "--dry-run", "--route", "cache", host="b", env=s3.env).ok().json()
     assert "gds: " in cached["routes"][0]["reason"]
 
