@@ -139,6 +139,14 @@ class StillLanding(TransportFailed):
 class MissingCapability(MxError):
     code, name, meaning = 20, "missing", "a required capability is missing; `doctor` has a failing row"
 
+    @classmethod
+    def package(cls, name: str, error: Exception, install: str) -> MissingCapability:
+        """That of what `import name` raised: the package is not there, or it cannot be loaded, and that says why."""
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == name.partition(" ")[0]:
+            return cls(f"the package {name} is missing", hint=install)
+        cause = (str(error).splitlines() or [""])[0][:300]
+        return cls(f"the package {name} cannot be loaded ({type(error).__name__}: {cause})", hint=install)
+
 
 class FilesystemRefused(MxError):
     code, name, retry = 21, "filesystem", "after a fix"

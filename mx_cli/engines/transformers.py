@@ -27,10 +27,8 @@ def require_transformers() -> None:
     """Raises MissingCapability without transformers 5."""
     try:
         import transformers.initialization  # noqa: F401
-    except ImportError:
-        raise MissingCapability(
-            "the package transformers (5 or newer) is missing", hint="pip install 'transformers>=5'"
-        ) from None
+    except (ImportError, OSError) as error:
+        raise MissingCapability.package("transformers (5 or newer)", error, "pip install 'transformers>=5'") from None
 
 
 def read_config(place: Path) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mx_cli.base.cancel import Stop
@@ -13,6 +13,7 @@ from mx_cli.base.errors import UsageError
 from mx_cli.base.events import Event
 from mx_cli.flows.context import Context
 from mx_cli.model.holding import HOST
+from mx_cli.transport import on_gpu
 
 
 def process_context(options: Mapping[str, Any]) -> Context:
@@ -39,12 +40,26 @@ def model_text(model: str | os.PathLike[str]) -> str:
     return text
 
 
+def wanted_names(names: Any) -> tuple[str, ...] | None:
+    """Names of tensors, each once; None for all. One word is as good as a list of one. Raises UsageError."""
+    if names is None:
+        return None
+    # An iterator can be read once, and a load may begin again.
+    found = (names,) if isinstance(names, str) else tuple(names) if isinstance(names, Iterable) else (names,)
+    for name in found:
+        if not isinstance(name, str):
+            raise UsageError(f"not a tensor's name: {name!r}", hint="names: a list of texts")
+    return tuple(dict.fromkeys(found))
+
+
 def device_number(device: Any) -> int:
-    """HOST, or the GPU's number, of a text or torch's own device. Raises UsageError."""
+    """HOST, or the GPU's number, of a text or torch's own device: `cuda` is torch's current one. Raises UsageError."""
     text = str(device)
-    kind, _, number = text.partition(":")
-    if kind == "cpu" and not number:
+    kind, colon, number = text.partition(":")
+    if kind == "cpu" and number in ("", "0"):
         return HOST
-    if kind == "cuda" and (not number or number.isdecimal()):
-        return int(number or 0)
+    if kind == "cuda" and not colon:
+        return on_gpu.current()
+    if kind == "cuda" and number.isascii() and number.isdecimal():
+        return int(number)
     raise UsageError(f"not a device: {text!r}", hint="cpu, cuda or cuda:N")

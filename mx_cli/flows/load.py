@@ -11,7 +11,7 @@ from mx_cli.flows.catalog import Catalog, found_config, member, with_catalog
 from mx_cli.flows.context import Context
 from mx_cli.flows.cuts import cut_of
 from mx_cli.flows.fill_memory import fill, fill_shares
-from mx_cli.flows.from_python import device_number, model_text, process_context
+from mx_cli.flows.from_python import device_number, model_text, process_context, wanted_names
 from mx_cli.flows.mapped import mapped_tensors
 from mx_cli.flows.ranks import chosen, own_memory, twins_of
 from mx_cli.flows.targets import check_names, own_tensors
@@ -67,6 +67,7 @@ def load(
     model = model_text(model)
     context = process_context(settings)
     index = device_number(device)
+    names = wanted_names(names)
     if rules is not None and rank is None:
         raise UsageError("rules without a rank")
     if group is not None:

@@ -13,7 +13,7 @@ from mx_cli.flows.catalog import Catalog
 from mx_cli.flows.context import Context
 from mx_cli.flows.data_path import Wish
 from mx_cli.flows.fill_memory import fill
-from mx_cli.flows.from_python import device_number, model_text, process_context
+from mx_cli.flows.from_python import device_number, model_text, process_context, wanted_names
 from mx_cli.flows.parts import named_as_in, named_by_part
 from mx_cli.flows.peering import Peering
 from mx_cli.flows.pull import PullRequest
@@ -183,6 +183,7 @@ def pull(
 
     context = process_context(settings)
     index = device_number(device)
+    names = wanted_names(names)
     request = request_of(model, revision, origin, peers, path, require, routes)
     if rank is not None:
         from mx_cli.flows.pull_ranks import RankPull

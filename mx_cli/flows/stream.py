@@ -20,13 +20,13 @@ from mx_cli.engine.run import Limits, Transfer, cores
 from mx_cli.flows.bounds import BESIDE, CONNECTION, memory_limit
 from mx_cli.flows.catalog import Catalog, catalog, member
 from mx_cli.flows.context import Context
-from mx_cli.flows.from_python import device_number, model_text, process_context
+from mx_cli.flows.from_python import device_number, model_text, process_context, wanted_names
 from mx_cli.flows.load import chosen_tensors
 from mx_cli.flows.pull_memory import close, locked, read_items
 from mx_cli.model.holding import HOST, Tensor
 from mx_cli.plan.blocks import aligned
 from mx_cli.sinks.ring import ALIGN, Buffers, Group, Ring, RingSink, Room
-from mx_cli.sinks.torch_tensors import alignment, bytes_of, empty_of, require_torch, tensor_of
+from mx_cli.sinks.torch_tensors import alignment, bytes_of, copy_of, empty_of, require_torch, tensor_of
 from mx_cli.transport.on_gpu import copy_to, finish
 from mx_cli.transport.peer import ITEM
 
@@ -66,6 +66,7 @@ def stream(
     model = model_text(model)
     context = process_context(settings if memory is None else {**settings, "memory": memory})
     index = device_number(device)
+    names = wanted_names(names)
     limit = memory_limit(context)
     if fill_cache:
         yield from _filling(model, revision, names, limit, index, owned, context)
@@ -230,11 +231,14 @@ def _read(
         if landing:
             # Who has closed the stream takes nothing any more, and no error.
             context.warn(landing.what)
+        if isinstance(error, MxError):
+            # What it was raised through holds the memory, and would with it lie in a circle.
+            sink.fail(landing or error.with_traceback(None))
+            return
         # Whoever waits for tensors must hear of a bug; the thread ends with it all the same.
-        bug = TransportFailed(f"reading {found.holding.manifest.uri}: {type(error).__name__}: {error}")
-        sink.fail(landing or (error if isinstance(error, MxError) else bug))
-        if not isinstance(error, MxError):
-            raise
+        bug = f"reading {found.holding.manifest.uri}: {type(error).__name__}: {error}"
+        sink.fail(landing or TransportFailed(bug))
+        raise
     else:
         source.close()
 
@@ -265,7 +269,7 @@ class _HandOut:
         if self._device != HOST and not piece.is_cuda:
             piece = piece.to(f"cuda:{self._device}")
         elif not _suits(piece, alignment(tensor.dtype)) or (self._owned and self._passes(tensor, self._group)):
-            piece = piece.clone()
+            piece = copy_of(piece)
         return tensor_of(piece, 0, tensor.dtype, tensor.shape)
 
     def _passes(self, tensor: Tensor, group: Group) -> bool:

@@ -138,7 +138,7 @@ class RingSink:
                 while group.missing and self._failure is None:
                     self._changed.wait()
                 if group.missing and self._failure is not None:
-                    raise self._failure
+                    raise self._last_word()
                 buffer = self._room.buffer(group)
             yield group, buffer
             del buffer
@@ -150,6 +150,12 @@ class RingSink:
         with self._changed:
             self._failure = error
             self._changed.notify_all()
+
+    def _last_word(self) -> MxError:
+        """The failure, which is forgotten: its traceback leads to who takes, and would keep all memory in a circle."""
+        failure, self._failure = self._failure, None
+        assert failure is not None
+        return failure
 
     def _group_of(self, item: ReadItem) -> Group:
         groups = self._by_file[item.entry.path]

@@ -6,6 +6,7 @@ torch is imported inside the functions: only who has tensors pays for it.
 from __future__ import annotations
 
 import bisect
+import ctypes
 import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -29,11 +30,16 @@ PARAMETER, BUFFER = "parameter", "buffer"
 
 
 def require_torch() -> None:
-    """Raises MissingCapability without torch."""
+    """Raises MissingCapability without torch, UsageError where its tensors have no bytes."""
     try:
-        import torch  # noqa: F401
-    except ImportError:
-        raise MissingCapability("the package torch is missing", hint="pip install 'mx-cli[peer]'") from None
+        import torch
+    except (ImportError, OSError) as error:
+        raise MissingCapability.package("torch", error, "pip install 'mx-cli[peer]'") from None
+    made = type(torch.empty(0, device="cpu"))
+    if made is not torch.Tensor:
+        raise UsageError(
+            f"torch makes {made.__name__}s here, which have no bytes", hint="leave FakeTensorMode for this"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,17 +243,33 @@ def tensor_of(block: Any, offset: int, dtype: str, shape: tuple[int, ...]) -> An
     import torch
 
     size = size_of(dtype, shape)
-    piece = block[offset : offset + size]
     known = _torch_dtypes().get(dtype)
     if known is None or (dtype == "F4" and (not shape or shape[-1] % 2)):
-        return piece
-    if dtype == "F4":
+        known, shape = torch.uint8, (size,)
+    elif dtype == "F4":
         shape = (*shape[:-1], shape[-1] // 2)
     if size == 0:
         return torch.empty(shape, dtype=known, device=block.device)
-    flat = piece.view(known)
-    # Most tensors are vectors, and a view costs more than all the rest.
-    return flat if len(shape) == 1 else flat.view(shape)
+    if block.is_cuda:
+        # The allocator of CUDA only knows the streams that use a whole storage of its own.
+        return block[offset : offset + size].view(known).view(shape)
+    first = block.storage_offset() + offset
+    # Who saves or shares a tensor, or makes it longer, takes its storage: that ends where the tensor does.
+    own = block.untyped_storage()[first : first + size]
+    made: Any = torch.empty(0, dtype=known, device=block.device)
+    return made.set_(own, 0, shape)
+
+
+def copy_of(piece: Any) -> Any:
+    """The same bytes in memory of their own."""
+    import torch
+
+    if piece.is_cuda:
+        return piece.clone()
+    copy = torch.empty_like(piece)
+    # torch copies in threads that a fork of the process does not have, and waits for them for ever.
+    ctypes.memmove(copy.data_ptr(), piece.data_ptr(), piece.nbytes)
+    return copy
 
 
 def empty_of(dtype: str, shape: tuple[int, ...], device: int) -> Any:

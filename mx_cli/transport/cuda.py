@@ -114,10 +114,8 @@ def make_context(device: int | None = None) -> None:
     """Give this thread a context on a GPU (None = torch's current one). Raises MissingCapability."""
     try:
         import torch
-    except ImportError:
-        raise MissingCapability(
-            "the package torch is missing (GPU memory)", hint="pip install 'mx-cli[peer]'"
-        ) from None
+    except (ImportError, OSError) as error:
+        raise MissingCapability.package("torch", error, "pip install 'mx-cli[peer]'") from None
     if not torch.cuda.is_available():
         raise MissingCapability(
             "no CUDA device (torch.cuda.is_available() is false)",

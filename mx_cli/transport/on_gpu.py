@@ -19,16 +19,19 @@ def require(index: int) -> Any:
     """torch, when GPU `index` is there. Raises MissingCapability."""
     try:
         import torch
-    except ImportError:
-        raise MissingCapability(
-            "the package torch is missing (--device cuda)", hint="pip install 'mx-cli[peer]'"
-        ) from None
+    except (ImportError, OSError) as error:
+        raise MissingCapability.package("torch", error, "pip install 'mx-cli[peer]'") from None
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        raise MissingCapability(
-            f"no such GPU (--device cuda:{index}: torch sees {count})", hint="--device cpu serves from host memory"
-        )
+        raise MissingCapability(f"no such GPU (--device cuda:{index}: torch sees {count})", hint="cpu is host memory")
     return torch
+
+
+def current() -> int:
+    """The number of the GPU that torch uses when nobody says which; 0 where there is none."""
+    import torch
+
+    return int(torch.cuda.current_device()) if torch.cuda.is_available() else 0
 
 
 def allocate(index: int, size: int) -> Any:

@@ -298,7 +298,7 @@ import sys, mx_cli
 class Absent:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] == "transformers":
-            raise ImportError(name)
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Absent())
 try:
     mx_cli.load_model(sys.argv[1], sys.argv[1])
