@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import re
 import stat
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -61,6 +62,8 @@ def read_path(text: str) -> Path:
         raise UsageError("an empty path")
     if "\0" in text:
         raise UsageError(f"not a path: {text!r} (no path holds a zero byte)")
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text):
+        raise UsageError(f"not a path: {text!r} (a URI)", hint="a directory of this machine, or a mount")
     try:
         return Path(text).expanduser().absolute()
     except RuntimeError as error:

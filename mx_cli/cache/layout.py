@@ -23,6 +23,7 @@ import contextlib
 import errno
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -312,11 +313,10 @@ class Cache:
         return Model(self.models / slug(uri), uri)
 
     def all_models(self) -> Iterator[Model]:
-        """Every model with a readable origin.json."""
+        """Every directory that says of which model it is."""
         for name in sorted(names(self.models)):
-            origin = read_json(self.models / name / "origin.json")
-            if isinstance(origin, dict) and isinstance(origin.get("uri"), str):
-                yield Model(self.models / name, origin["uri"])
+            if uri := _uri_in(self.models / name):
+                yield Model(self.models / name, uri)
 
 
 class Model:
@@ -355,7 +355,7 @@ class Model:
     def prepare(self) -> None:
         """Create the model's directory and say what it is of. Idempotent."""
         make_dirs(self.path)
-        if "origin.json" not in names(self.path):
+        if "origin.json" not in names(self.path) or read_json(self.path / "origin.json") is None:
             write_atomic(self.path / "origin.json", canonical.dumps({"uri": self.uri}))
         # There before anybody looks into it: a name that was looked for in vain may stay hidden for a minute.
         make_dirs(self.path / "manifests")
@@ -375,10 +375,12 @@ class Model:
 
     def read_ref(self, name: str) -> tuple[str, float] | None:
         """(revision, when it was resolved in seconds since 1970) of a moving name."""
-        data = read_json(self.refs / f"{ref_file(name)}.json")
-        if not isinstance(data, dict) or not isinstance(data.get("revision"), str):
-            return None
-        return data["revision"], number_in(data, "resolved")
+        # Earlier versions of mx gave names with capitals no digest.
+        for file in (ref_file(name), name):
+            data = read_json(self.refs / f"{file}.json")
+            if isinstance(data, dict) and data.get("name") == name and isinstance(data.get("revision"), str):
+                return data["revision"], number_in(data, "resolved")
+        return None
 
     def mark_used(self, revision: str) -> None:
         """Leave today's mark, for gc; best effort, and nothing on a read-only mount."""
@@ -391,7 +393,14 @@ class Model:
             os.close(os.open(directory / day, os.O_WRONLY | os.O_CREAT, 0o666))
 
 
+def _uri_in(directory: Path) -> str:
+    """The URI of a model's directory, by its origin.json, or by a manifest where that is damaged; empty for others."""
+    documents = map(read_json, itertools.chain([directory / "origin.json"], directory.glob("manifests/*/*.json")))
+    found = (document.get("uri") for document in documents if isinstance(document, dict))
+    return next((uri for uri in found if isinstance(uri, str)), "")
+
+
 def ref_file(name: str) -> str:
-    """A moving name as a file name; a name with unusual characters is told apart by a digest."""
+    """A name that somebody chose as a file name; a digest tells unusual ones apart, also where case does not count."""
     plain = re.sub(r"[^A-Za-z0-9._-]", "-", name)[:80].lstrip(".") or "ref"
-    return plain if plain == name else f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:10]}"
+    return plain if plain == name.lower() else f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:10]}"

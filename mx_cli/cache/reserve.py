@@ -7,7 +7,7 @@ import ctypes
 import errno
 import os
 import secrets
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,11 +15,14 @@ from mx_cli.base import memory, units
 from mx_cli.base.errors import FilesystemRefused, NoSpace
 from mx_cli.base.filesystem import IN_MEMORY, mounts, nearest
 from mx_cli.cache.layout import NO_RENAME, cannot_rename, refused
+from mx_cli.model.selection import collisions
 
 UNCHOSEN_LIMIT = 1 << 30
 VOLATILE = IN_MEMORY | {"overlay"}
 SPARE_INODES = 16
-_NO_FALLOCATE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
+USUAL_NAME = 143
+"""Bytes of a name that every file system can have."""
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -63,7 +66,14 @@ def allocated(path: Path | str) -> int:
         return 0
 
 
-def check_space(root: Path, need: int, files: int, *, chosen: bool) -> None:
+def check_space(
+    root: Path,
+    need: int,
+    files: int,
+    *,
+    chosen: bool,
+    hint: str = "mx cache gc, a larger volume, or another --cache-dir",
+) -> None:
     """Raise NoSpace unless the whole set fits; refuse to fill a node through a root that nobody chose."""
     place = filesystem(root)
     if not chosen and place.kind in VOLATILE and need > UNCHOSEN_LIMIT:
@@ -74,7 +84,7 @@ def check_space(root: Path, need: int, files: int, *, chosen: bool) -> None:
     if need > place.free:
         raise NoSpace(
             f"{root} has no room for the whole set (need {units.size(need)}, free {units.size(place.free)})",
-            hint="mx cache gc, a larger volume, or another --cache-dir",
+            hint=hint,
         )
     if place.inodes is not None and files + SPARE_INODES > place.inodes:
         raise NoSpace(f"{root} has no inodes for the whole set (need {files + SPARE_INODES}, free {place.inodes})")
@@ -96,8 +106,24 @@ def probe_rename(directory: Path) -> None:
                 os.unlink(name)
 
 
-def check_collisions(directory: Path, pairs: Iterable[tuple[str, str]]) -> None:
-    """Refuse paths that this file system would take for one another. Probes with names of its own."""
+def check_names(directory: Path, paths: Collection[str]) -> None:
+    """Refuse paths below the directory that its file system cannot have, or would take for one another."""
+    long = {part for path in paths for part in path.split("/") if len(os.fsencode(part)) > USUAL_NAME}
+    for name in sorted(long):
+        try:
+            os.lstat(directory / name)
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                raise FilesystemRefused(
+                    f"{directory} cannot have so long a name: {name!r}",
+                    hint="leave it out with --exclude, or use another volume",
+                ) from None
+    if pairs := collisions(paths):
+        _check_collisions(directory, pairs)
+
+
+def _check_collisions(directory: Path, pairs: Iterable[tuple[str, str]]) -> None:
+    """Probes with names of its own."""
     for left, right in pairs:
         token = secrets.token_hex(4)
         kind = ("Aa", "aa") if left.casefold() == right.casefold() else ("\u00e9", "e\u0301")
@@ -124,14 +150,16 @@ def reserve(fd: int, size: int, what: str) -> None:
     """
     if size == 0:
         return
-    if _libc.fallocate(fd, 0, ctypes.c_long(0), ctypes.c_long(size)) == 0:
-        return
-    number = ctypes.get_errno()
-    if number in _NO_FALLOCATE:
-        if os.fstat(fd).st_size < size:
-            os.truncate(fd, size)
-        return
-    raise OSError(number, os.strerror(number), what)
+    number = errno.EINTR
+    # tmpfs gives up when a signal comes, also one that only stops the process for a while.
+    while number == errno.EINTR:
+        if _libc.fallocate(fd, 0, ctypes.c_long(0), ctypes.c_long(size)) == 0:
+            return
+        number = ctypes.get_errno()
+    if number in _FULL:
+        raise OSError(number, os.strerror(number), what)
+    if os.fstat(fd).st_size < size:
+        os.truncate(fd, size)
 
 
 def sync_filesystem(directory: Path) -> bool:

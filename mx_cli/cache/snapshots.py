@@ -14,12 +14,13 @@ from mx_cli.base import canonical
 from mx_cli.base.errors import IntegrityError
 from mx_cli.base.oserrors import explain
 from mx_cli.cache.layout import Model, make_dirs, names, read_file, seen, sync_directory, write_atomic
+from mx_cli.engine.verify import digest_of
 from mx_cli.model.manifest import FileRecord, Manifest
 
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """A file that a manifest promises and the disk does not have: `why` is absent, size or sparse."""
+    """A file that a manifest promises and this process does not get: `why` is absent, size, unreadable or sparse."""
 
     path: str
     why: str
@@ -36,6 +37,7 @@ class Snapshots:
         self._patience = patience
         self._pause = pause
         self._read: dict[Path, Manifest] = {}
+        self._digests: dict[tuple[Path, int, int], str] = {}
 
     def of(self, revision: str) -> list[Manifest]:
         """The manifests of a revision. One that cannot be read is not there: nothing is trusted because of it."""
@@ -97,7 +99,19 @@ class Snapshots:
             return "absent"
         if not stat.S_ISREG(info.st_mode) or info.st_size != record.size:
             return "size"
-        return "sparse" if is_sparse(path, info) else ""
+        if not os.access(path, os.R_OK):
+            return "unreadable"
+        return "sparse" if is_sparse(path, info) and not self._is_packed(path, info, record) else ""
+
+    def _is_packed(self, path: Path, info: os.stat_result, record: FileRecord) -> bool:
+        """Whether the holes are the file's own zeros, which some file systems and copies do not write. Reads all of it."""
+        state = path, info.st_ino, info.st_mtime_ns
+        if state not in self._digests:
+            try:
+                self._digests[state] = digest_of(path, lambda: self._pause(0.0))
+            except OSError:
+                return False
+        return self._digests[state] == record.xxh3
 
     def directory_for(self, revision: str, weights: frozenset[str]) -> str:
         """The snapshot directory of a weight set: the plain one unless another weight set lives there."""

@@ -28,8 +28,12 @@ def check_program(name: str, environ: Mapping[str, str]) -> None:
     if "{}" in name:
         return
     places = [""] if "/" in name else os.get_exec_path(environ)
-    if not any(os.access(os.path.join(place, name), os.X_OK) for place in places):
+    if not any(_is_program(os.path.join(place, name)) for place in places):
         raise UsageError(f"cannot run {name}: no such program", hint="check the name after --, and PATH")
+
+
+def _is_program(path: str) -> bool:
+    return os.path.isfile(path) and os.access(path, os.X_OK)
 
 
 def become(session: Session, cmd: list[str], directory: Path, identity: str) -> None:
@@ -43,7 +47,9 @@ def become(session: Session, cmd: list[str], directory: Path, identity: str) -> 
     try:
         os.execvpe(program[0], program, environ)
     except OSError as error:
-        raise UsageError(f"cannot run {program[0]}: {error.strerror}") from None
+        lost = isinstance(error, FileNotFoundError) and _is_program(program[0])
+        why = "the interpreter that it names is missing" if lost else error.strerror
+        raise UsageError(f"cannot run {program[0]}: {why}") from None
 
 
 def _given(environ: Mapping[str, str]) -> dict[str, str]:

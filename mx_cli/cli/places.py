@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,9 +20,10 @@ def place(option: str, text: str | None) -> Path | None:
 
 def apart(places: Mapping[str, Path | None]) -> None:
     """Raises UsageError where two options name one path: what the second one leaves would take the first one's place."""
-    seen: dict[Path, str] = {}
+    seen: dict[str, str] = {}
     for option, path in places.items():
-        if path and (other := seen.setdefault(path, option)) != option:
+        real = os.path.join(os.path.realpath(path.parent), path.name) if path else ""
+        if path and (other := seen.setdefault(real, option)) != option:
             raise UsageError(f"{other} {path} and {option} are the same path")
 
 

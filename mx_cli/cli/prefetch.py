@@ -63,6 +63,7 @@ def prefetch(
     check_stray(cmd or [])
     context = session.context()
     session.cache_line(context.cache().root)
+    result_file = place("--result", result)
     request = Request(
         uri=uri,
         revision=revision or None,
@@ -74,10 +75,10 @@ def prefetch(
         pin=pin,
         to=place("--to", to),
         link=place("--link", link),
+        result=result_file,
         sources=tuple(words(from_)),
         hf_cache=None if hf_cache is None else Path(hf_cache),
     )
-    result_file = place("--result", result)
     apart({"--result": result_file, "--to": request.to, "--link": request.link})
     if dry_run:
         preview = flow.preview(request, context)

@@ -139,7 +139,7 @@ class Session:
         from mx_cli.base.events import Notice
 
         self.cache_line(root)
-        if not os.path.lexists(root):
+        if _is_missing(root):
             self.emit(
                 Notice(f"{root} is not there, so nothing is in it (--cache-dir, or MX_CACHE_DIR, names the cache)")
             )
@@ -236,6 +236,17 @@ class Session:
         if path and sentence:
             with contextlib.suppress(OSError):
                 path.write_bytes(sentence.encode(errors="backslashreplace")[:TERMINATION_LIMIT])
+
+
+def _is_missing(path: Path) -> bool:
+    """Not so what cannot be looked at."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _print(out: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Protocol
 
 import xxhash
@@ -144,3 +145,17 @@ class WholeDigest:
 
     def finish(self) -> None:
         self.value = self._hash.hexdigest()
+
+
+def digest_of(path: Path, check: Callable[[], None]) -> str:
+    """The xxh3 of a file, as records have it. Reads all of it; `check` may raise to stop. Raises OSError."""
+    whole = WholeDigest()
+
+    def take(view: memoryview) -> None:
+        check()
+        whole.update(view)
+
+    with open(path, "rb") as file:
+        read_through(file.fileno(), take)
+    whole.finish()
+    return whole.value

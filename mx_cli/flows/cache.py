@@ -14,7 +14,7 @@ from mx_cli.cache import evict, inventory
 from mx_cli.cache.evict import Evictor, Policy
 from mx_cli.cache.follow import Watch
 from mx_cli.cache.inventory import Revision
-from mx_cli.cache.layout import Model, lease_name
+from mx_cli.cache.layout import Model, lease_name, slug
 from mx_cli.flows.context import Context
 from mx_cli.flows.verify import Damage, find_damage
 from mx_cli.sources import registry
@@ -106,14 +106,16 @@ def _target(context: Context, known: dict[str, Model], name: str) -> Target:
 
 def _model(context: Context, known: dict[str, Model], name: str) -> tuple[Model | None, str]:
     """The model by slug or URI, and the revision that is part of a hub URI."""
-    for model in known.values():
+    # A copy of a model's directory is that model, too, under another name.
+    models = sorted(known.values(), key=lambda model: model.path.name != slug(model.uri))
+    for model in models:
         if name in (model.path.name, model.uri):
             return model, ""
     try:
         uri = registry.parse(name, context.settings, context.resolved.environ)
     except (UsageError, NotFound):
         return None, ""
-    return next((model for model in known.values() if model.uri == uri.text), None), uri.revision
+    return next((model for model in models if model.uri == uri.text), None), uri.revision
 
 
 def _revision(model: Model, text: str) -> str:

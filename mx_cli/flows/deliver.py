@@ -7,7 +7,7 @@ import errno
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote_to_bytes
@@ -19,6 +19,7 @@ from mx_cli.base.filesystem import nearest
 from mx_cli.base.oserrors import explain, in_the_way
 from mx_cli.base.temporary import temporary_in
 from mx_cli.cache.layout import OWN, Cache, Model, make_dirs, ref_file, refused, write_atomic
+from mx_cli.cache.reserve import check_names
 from mx_cli.flows.hash import is_local
 from mx_cli.flows.request import Request
 from mx_cli.model.manifest import FileRecord, Manifest
@@ -45,6 +46,23 @@ def check(request: Request, uri: str, root: Path) -> None:
                 raise UsageError(f"{name} {place} lies inside the origin {origin}", hint="choose another place for it")
     if request.hf_cache is not None:
         check_hub(uri)
+
+
+def check_names_in_place(request: Request, files: Collection[str]) -> None:
+    """Refuse files that cannot stand side by side in --to, or whose names there are taken by the other options.
+
+    Raises UsageError, FilesystemRefused.
+    """
+    if not request.to:
+        return
+    for option, place in (("--link", request.link), ("--result", request.result)):
+        parts = _below(place.parent, request.to) if place else None
+        if place and parts is not None:
+            name = "/".join((*parts, place.name))
+            if any(file == name or file.startswith(f"{name}/") for file in files):
+                raise UsageError(f"{option} {place} has the name of a file of the checkpoint in --to {request.to}")
+    near = next(parent for parent in (request.to, *request.to.parents) if os.path.isdir(parent))
+    check_names(near, files)
 
 
 def prepare_result(option: str, path: Path, root: Path) -> None:

@@ -22,7 +22,7 @@ from mx_cli.cache.follow import Watch
 from mx_cli.cache.layout import Cache, Model, names, revision_name
 from mx_cli.cache.lease import Lease
 from mx_cli.cache.parts import sweep
-from mx_cli.cache.reserve import check_collisions, probe_rename
+from mx_cli.cache.reserve import check_names, probe_rename
 from mx_cli.cache.snapshots import Snapshots
 from mx_cli.flows import deliver
 from mx_cli.flows.context import Context
@@ -35,7 +35,6 @@ from mx_cli.flows.select import amount
 from mx_cli.flows.supply import FromOrigin, Supply
 from mx_cli.flows.verify import verify_snapshot
 from mx_cli.model.manifest import Listing, Manifest, selection_digest
-from mx_cli.model.selection import collisions
 
 if TYPE_CHECKING:
     from mx_cli.flows.peering import Peering
@@ -129,6 +128,7 @@ class Prefetch:
         listing = self._resolver.listing(before_asking=self._prepare)
         wanted = self._wanted(listing)
         self._clock.resolve += time.monotonic() - start
+        deliver.check_names_in_place(self._request, wanted.files)
         self._context.notice(f"revision {listing.revision or 'unknown'}: {amount(listing, wanted)}")
         hit = listing.revision and self._snapshots.complete(listing.revision, wanted.files, wanted.weights)
         if hit and self._kept(hit):
@@ -149,8 +149,8 @@ class Prefetch:
         probe_rename(self._cache.models)
 
     def _obtain(self, listing: Listing, wanted: Wanted) -> Outcome:
-        """Follow whoever leads, or lead."""
-        self._prepare_for(listing, wanted)
+        """Follow whoever leads, or lead. Who may not write here follows only."""
+        refusal = self._prepare_for(listing, wanted)
         lease = self._context.lease(self._model, listing.revision)
         watch = Watch(lease, self._context.settings.ttl)
         quick = Snapshots(self._model)
@@ -170,6 +170,8 @@ class Prefetch:
                 return self._finish(found, listing, wanted, "follower", 0)
             if view.failed and first:
                 self._heed(lease, view.term, sum(term >= first for term in view.failures), wanted)
+            if vacant and refusal:
+                raise refusal
             if vacant:
                 term = view.term + 1
                 claimed = lease.claim(term)
@@ -215,17 +217,15 @@ class Prefetch:
     def _spent(self) -> float:
         return self._clock.transfer + self._clock.verify + self._clock.publish
 
-    def _prepare_for(self, listing: Listing, wanted: Wanted) -> None:
+    def _prepare_for(self, listing: Listing, wanted: Wanted) -> FilesystemRefused | None:
+        """Make what a leader needs. Returns why it cannot be made."""
         try:
             self._prepare()
             self._model.prepare()
-            pairs = collisions(sorted(wanted.files))
-            if pairs:
-                check_collisions(self._model.path, pairs)
+            check_names(self._model.path, wanted.files)
         except FilesystemRefused as error:
-            raise FilesystemRefused(
-                f"{error.what}; {self._resolver.lacking(listing, wanted)}", hint=error.hint
-            ) from None
+            return FilesystemRefused(f"{error.what}; {self._resolver.lacking(listing, wanted)}", hint=error.hint)
+        return None
 
     def _lead(self, lease: Lease, term: int, listing: Listing, wanted: Wanted) -> Outcome:
         if not lease.lock_works:

@@ -10,6 +10,7 @@ from mx_cli.base.oserrors import explain
 from mx_cli.engine.many import Bell, Many, Member
 from mx_cli.engine.ports import Source
 from mx_cli.engine.run import Limits
+from mx_cli.engine.verify import digest_of
 from mx_cli.flows.bounds import width
 from mx_cli.flows.context import Context
 from mx_cli.flows.group import Sourced, sources_of
@@ -17,7 +18,6 @@ from mx_cli.flows.new_directory import NewDirectory
 from mx_cli.flows.peering import Peering
 from mx_cli.flows.progress import watching
 from mx_cli.flows.refusals import telling
-from mx_cli.flows.verify import digest_of
 from mx_cli.flows.whole_files import WholeFiles
 from mx_cli.transport.peer import ITEM
 

@@ -31,6 +31,7 @@ class Request:
     pin: str | None = None
     to: Path | None = None
     link: Path | None = None
+    result: Path | None = None
     hf_cache: Path | None = None
     sources: tuple[str, ...] = ()
 

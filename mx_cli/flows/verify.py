@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from mx_cli.base.errors import IntegrityError
 from mx_cli.base.filesystem import open_regular
@@ -15,20 +14,6 @@ from mx_cli.engine.verify import DigestMismatch, OriginDigest, WholeDigest, read
 from mx_cli.flows.context import Context
 from mx_cli.model import header
 from mx_cli.model.manifest import Entry, FileRecord, Listing, Manifest
-
-
-def digest_of(path: Path, check: Callable[[], None]) -> str:
-    """The xxh3 of a file, as records have it. Reads all of it; `check` may raise to stop. Raises OSError."""
-    whole = WholeDigest()
-
-    def take(view: memoryview) -> None:
-        check()
-        whole.update(view)
-
-    with open(path, "rb") as file:
-        read_through(file.fileno(), take)
-    whole.finish()
-    return whole.value
 
 
 @dataclass(frozen=True, slots=True)

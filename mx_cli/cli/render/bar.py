@@ -19,6 +19,9 @@ class Bar:
 
     def __init__(self, *, no_color: bool) -> None:
         self._console = Console(stderr=True, no_color=no_color, highlight=False)
+        if self._console.width < 1:
+            # COLUMNS=0: a terminal that was not asked how wide it is.
+            self._console.width = 80
         self._live = Live(console=self._console, refresh_per_second=4, transient=True, redirect_stdout=False)
         self._live.start()
 
