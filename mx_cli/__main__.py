@@ -17,10 +17,12 @@ def main() -> None:
     """Run `mx`. Ends the process with the exit code of the table."""
     # Before the imports, which take longest of all until a command begins and has handlers of its own.
     from mx_cli.base.cancel import STOPPING
+    from mx_cli.base.collector import look_seldom
 
     for signum in STOPPING:
         if signal.getsignal(signum) != signal.SIG_IGN:
             signal.signal(signum, _leave)
+    look_seldom()
     from mx_cli.cli.app import main as run
 
     run()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mx_cli.base.collector import resting
 from mx_cli.base.errors import IntegrityError, UsageError
 from mx_cli.engine.many import Bell, Member
 from mx_cli.engine.ports import NoRanges, ReadItem
@@ -26,12 +27,12 @@ from mx_cli.flows.parts import named_by_part, with_prefixes
 from mx_cli.flows.pull_memory import disk_member, locked, no_weights
 from mx_cli.flows.resolve import listing_anew
 from mx_cli.flows.select import READ_LIMIT, usual_of
-from mx_cli.model import header, identity
+from mx_cli.model import identity
 from mx_cli.model.digest import FILE_DTYPE
 from mx_cli.model.holding import HOST, Holding
 from mx_cli.model.manifest import Entry, FileRecord, Listing, Manifest, selection_digest
 from mx_cli.model.selection import RULES_VERSION, index_files
-from mx_cli.model.tables import Table, rows_of, starts_of, table_of_header
+from mx_cli.model.tables import Table, read_header, rows_of, starts_of, table_of_header
 from mx_cli.sources.registry import OpenOrigin
 
 HEADERS_AT_ONCE = 16
@@ -97,6 +98,7 @@ def with_catalog(model: str, revision: str | None, context: Context, work: Calla
     return listing_anew(once, pinned, context.warn)
 
 
+@resting()
 def catalog_of(listing: Listing, origin: OpenOrigin, directory: Path | None, context: Context) -> Catalog:
     """The catalog of a listing, from the headers of its files. Blocks; raises as `catalog` does."""
     entries = {entry.path: entry for entry in listing.files}
@@ -113,6 +115,7 @@ def catalog_of(listing: Listing, origin: OpenOrigin, directory: Path | None, con
     return Catalog(with_prefixes(_holding(listing, entries, tables), wanted.prefixes), entries, directory, beside)
 
 
+@resting()
 def _of_snapshot(manifest: Manifest, directory: Path) -> Catalog:
     if not manifest.weights:
         raise no_weights(manifest.uri)
@@ -137,7 +140,7 @@ def _table(entry: Entry, origin: OpenOrigin, context: Context) -> Table:
     def piece(offset: int, length: int) -> bytes:
         return _bytes(entry, offset, length, origin, context)
 
-    return table_of_header(header.read_header(piece, entry.size, entry.path))
+    return table_of_header(read_header(piece, entry.size, entry.path))
 
 
 def _bytes(entry: Entry, offset: int, length: int, origin: OpenOrigin, context: Context) -> bytes:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from mx_cli.base import oserrors
 from mx_cli.base.errors import IntegrityError, MxError, NotFound, UsageError
-from mx_cli.model import header
+from mx_cli.model.header import Header
+from mx_cli.model.tables import read_header
 
 ADVICE = "give a directory with config.json or weights, a config.json, or a .safetensors or .gguf file"
 _STEP = 1 << 20
@@ -46,7 +47,7 @@ class LocalFiles:
                 data += piece
         return bytes(data)
 
-    def header(self, name: str) -> header.Header:
+    def header(self, name: str) -> Header:
         """Of a safetensors file. Two small reads; raises IntegrityError too."""
         path = self.folder / name
         with self.opened(name) as (fd, info):
@@ -57,7 +58,7 @@ class LocalFiles:
                     raise IntegrityError(f"{path}: changed while it was read")
                 return data
 
-            return header.read_header(piece, info.st_size, str(path))
+            return read_header(piece, info.st_size, str(path))
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from json.decoder import scanstring  # type: ignore[attr-defined]
 from typing import Any, NamedTuple
 
@@ -22,8 +21,6 @@ from mx_cli.base.errors import IntegrityError
 
 MAX_HEADER = 100_000_000
 SNIFF_BYTES = 1024
-FIRST_READ = 256 << 10
-"""Bytes of a file's beginning that are read at once: most headers are smaller."""
 MAX_ENTRY = 64 << 10
 MAX_METADATA = 1_000_000
 
@@ -177,13 +174,6 @@ def header_length(first: bytes, file_size: int, name: str) -> int:
         cause = f"truncated: {file_size} bytes, expected {8 + length} for the header alone"
         raise _refusal(name, _impostor(first) or cause)
     return 8 + length
-
-
-def read_header(piece: Callable[[int, int], bytes], file_size: int, name: str) -> Header:
-    """Like parse_header, of a file that `piece(offset, length)` reads: it is asked once or twice, for what is there."""
-    first = piece(0, min(file_size, FIRST_READ))
-    missing = header_length(first, file_size, name) - len(first)
-    return parse_header(first + piece(len(first), missing) if missing > 0 else first, file_size, name)
 
 
 def parse_header(first: bytes, file_size: int, name: str) -> Header:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from mx_cli.base.errors import IntegrityError
 from mx_cli.model.digest import FILE_DTYPE, TensorDigest
-from mx_cli.model.header import Header
+from mx_cli.model.header import Header, header_length, parse_header
 from mx_cli.model.holding import start_key
 from mx_cli.model.manifest import Manifest
 from mx_cli.model.shard_index import Index, check_homes
+
+FIRST_READ = 256 << 10
+"""Bytes of a file's beginning that are read at once: most headers are smaller."""
+
+
+def read_header(piece: Callable[[int, int], bytes], file_size: int, name: str) -> Header:
+    """Like parse_header, of a file that `piece(offset, length)` reads: it is asked once or twice, for what is there."""
+    first = piece(0, min(file_size, FIRST_READ))
+    missing = header_length(first, file_size, name) - len(first)
+    return parse_header(first + piece(len(first), missing) if missing > 0 else first, file_size, name)
 
 
 class Table(NamedTuple):
