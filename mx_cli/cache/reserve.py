@@ -66,14 +66,7 @@ def allocated(path: Path | str) -> int:
         return 0
 
 
-def check_space(
-    root: Path,
-    need: int,
-    files: int,
-    *,
-    chosen: bool,
-    hint: str = "mx cache gc, a larger volume, or another --cache-dir",
-) -> None:
+def check_space(root: Path, need: int, files: int, *, chosen: bool) -> None:
     """Raise NoSpace unless the whole set fits; refuse to fill a node through a root that nobody chose."""
     place = filesystem(root)
     if not chosen and place.kind in VOLATILE and need > UNCHOSEN_LIMIT:
@@ -84,7 +77,7 @@ def check_space(
     if need > place.free:
         raise NoSpace(
             f"{root} has no room for the whole set (need {units.size(need)}, free {units.size(place.free)})",
-            hint=hint,
+            hint="mx cache gc, a larger volume, or another --cache-dir",
         )
     if place.inodes is not None and files + SPARE_INODES > place.inodes:
         raise NoSpace(f"{root} has no inodes for the whole set (need {files + SPARE_INODES}, free {place.inodes})")

@@ -25,7 +25,6 @@ from mx_cli.cache.fence import Fence
 from mx_cli.cache.follow import Watch
 from mx_cli.cache.layout import make_dirs, names, sync_directory
 from mx_cli.cache.lease import Lease
-from mx_cli.cache.reserve import check_space
 from mx_cli.cache.reuse import duplicate, link_in_place
 from mx_cli.engine.meter import Meter
 from mx_cli.engine.verify import digest_of
@@ -174,10 +173,6 @@ class Filling:
             self._context.notice(f"copying to {self._directory}")
         self.meter.phase, self.meter.files_total = "copy", len(left)
         self.meter.total = sum(record.size for record in left)
-        if left and os.stat(self._directory).st_dev != os.stat(self._source).st_dev:
-            check_space(
-                self._directory, self.meter.total, len(left), chosen=True, hint="free space there, or another --to"
-            )
         for place in {(self._directory / record.path).parent for record in self._records}:
             _sweep_copies(place)
 

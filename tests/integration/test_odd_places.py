@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -246,16 +245,6 @@ def test_what_is_no_program_is_found_before_the_download(mx: Mx, hub: Hub, tmp_p
     script.write_text("#!/no/such/interpreter\n")
     script.chmod(0o755)
     assert "interpreter" in mx("prefetch", hub.uri, "--", script, env=hub.env).exits(2).err
-
-
-@capability("mount")
-def test_room_for_a_copy_is_looked_for_before_it_begins(mx: Mx, hub: Hub, tmpfs: Mount) -> None:
-    hub.commit(FILES)
-    to = tmpfs("512k") / "model"
-    result = mx("prefetch", hub.uri, "--to", to, env=hub.env).exits(15)
-    assert "need" in result.err
-    assert "free" in result.err
-    assert not [name for name in os.listdir(to) if not name.startswith(".")]
 
 
 @pytest.mark.parametrize("option", ["--cache-dir", "--to", "--link", "--result"])
