@@ -12,7 +12,7 @@ from typing import Any
 from mx_cli.base import canonical, redact
 from mx_cli.base.errors import MxError
 from mx_cli.base.threads import begin
-from mx_cli.cache.layout import names, write_private
+from mx_cli.cache.files import names, write_private
 from mx_cli.cache.lease import Lease
 from mx_cli.engine.meter import Meter
 

@@ -22,9 +22,10 @@ from mx_cli.base import units
 from mx_cli.base.cancel import Stop
 from mx_cli.base.errors import MxError
 from mx_cli.cache.beat import Beat, Deposed
+from mx_cli.cache.files import make_dirs, make_way, names, read_json, refused, sync_directory
 from mx_cli.cache.follow import FIRST_POLL, Watch
 from mx_cli.cache.inventory import DAY, LEFT, Revision, owned, pins_by_revision, read_revision, walk
-from mx_cli.cache.layout import Model, make_dirs, make_way, names, read_json, refused, sync_directory
+from mx_cli.cache.layout import Model
 from mx_cli.cache.lease import Lease
 from mx_cli.cache.snapshots import is_manifest
 from mx_cli.engine.meter import Meter

@@ -15,8 +15,9 @@ from pathlib import Path
 
 from mx_cli.base.errors import IntegrityError, UsageError
 from mx_cli.base.temporary import is_temporary
+from mx_cli.cache.files import NO_FILE, names, read_file, read_json
 from mx_cli.cache.journal import claims
-from mx_cli.cache.layout import NO_FILE, Model, lease_name, names, part_id, read_file, read_json
+from mx_cli.cache.layout import Model, lease_name, part_id
 from mx_cli.cache.snapshots import Missing, Snapshots, is_manifest
 from mx_cli.model.manifest import FileRecord, Manifest
 from mx_cli.plan.ranges import merge, total

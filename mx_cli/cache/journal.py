@@ -17,7 +17,8 @@ from pathlib import Path
 
 from mx_cli.base.filesystem import open_regular
 from mx_cli.base.oserrors import explain
-from mx_cli.cache.layout import make_way, names, number_of, read_file
+from mx_cli.cache.files import make_way, names, read_file
+from mx_cli.cache.layout import number_of
 
 
 @dataclass(frozen=True, slots=True)

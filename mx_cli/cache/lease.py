@@ -26,7 +26,8 @@ from mx_cli.base.oserrors import explain
 from mx_cli.base.process import boot_id, is_gone, pid_namespace, start_time
 from mx_cli.base.temporary import is_temporary, temporary_in
 from mx_cli.base.version import VERSION
-from mx_cli.cache.layout import make_dirs, names, number_in, number_of, read_json, seen, write_all, write_private
+from mx_cli.cache.files import make_dirs, names, number_in, read_json, seen, write_all, write_private
+from mx_cli.cache.layout import number_of
 
 LOCK_TRIES = 10
 _RECORD = re.compile(r"lock|(?:lead|left|failed|beat|note)\.\d+(?:\.\d+)*")

@@ -15,8 +15,9 @@ from mx_cli.base import canonical
 from mx_cli.base.filesystem import open_regular
 from mx_cli.base.oserrors import explain
 from mx_cli.base.temporary import temporary_in
+from mx_cli.cache.files import make_dirs, make_way, names
 from mx_cli.cache.journal import Claim, Journal, claims
-from mx_cli.cache.layout import Model, make_dirs, make_way, names, number_of, part_id
+from mx_cli.cache.layout import Model, number_of, part_id
 from mx_cli.cache.reserve import allocated, reserve
 from mx_cli.cache.reuse import clone_or_copy
 from mx_cli.engine.meter import Meter

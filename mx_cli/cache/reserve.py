@@ -14,7 +14,7 @@ from pathlib import Path
 from mx_cli.base import memory, units
 from mx_cli.base.errors import FilesystemRefused, NoSpace
 from mx_cli.base.filesystem import IN_MEMORY, mounts, nearest
-from mx_cli.cache.layout import NO_RENAME, cannot_rename, refused
+from mx_cli.cache.files import NO_RENAME, cannot_rename, refused
 from mx_cli.model.selection import collisions
 
 UNCHOSEN_LIMIT = 1 << 30

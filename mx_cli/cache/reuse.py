@@ -11,7 +11,8 @@ from pathlib import Path
 
 from mx_cli.base.oserrors import explain
 from mx_cli.base.temporary import temporary_in
-from mx_cli.cache.layout import Model, make_dirs, write_all
+from mx_cli.cache.files import make_dirs, write_all
+from mx_cli.cache.layout import Model
 from mx_cli.cache.snapshots import Snapshots
 from mx_cli.engine.verify import WholeDigest
 from mx_cli.model.manifest import Entry, FileRecord, Manifest

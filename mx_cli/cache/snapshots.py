@@ -13,7 +13,8 @@ from pathlib import Path
 from mx_cli.base import canonical
 from mx_cli.base.errors import IntegrityError
 from mx_cli.base.oserrors import explain
-from mx_cli.cache.layout import Model, make_dirs, names, read_file, seen, sync_directory, write_atomic
+from mx_cli.cache.files import make_dirs, names, read_file, seen, sync_directory, write_atomic
+from mx_cli.cache.layout import Model
 from mx_cli.engine.verify import digest_of
 from mx_cli.model.manifest import FileRecord, Manifest
 

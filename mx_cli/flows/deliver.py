@@ -18,7 +18,8 @@ from mx_cli.base.errors import FilesystemRefused, UsageError
 from mx_cli.base.filesystem import nearest
 from mx_cli.base.oserrors import explain, in_the_way
 from mx_cli.base.temporary import temporary_in
-from mx_cli.cache.layout import OWN, Cache, Model, make_dirs, ref_file, refused, write_atomic
+from mx_cli.cache.files import make_dirs, refused, write_atomic
+from mx_cli.cache.layout import OWN, Cache, Model, ref_file
 from mx_cli.cache.reserve import check_names
 from mx_cli.flows.hash import is_local
 from mx_cli.flows.request import Request

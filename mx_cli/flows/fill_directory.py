@@ -22,8 +22,8 @@ from mx_cli.base.oserrors import explain
 from mx_cli.base.temporary import is_temporary
 from mx_cli.cache.beat import WAIT_LIMIT, Deposed
 from mx_cli.cache.fence import Fence
+from mx_cli.cache.files import make_dirs, names, sync_directory
 from mx_cli.cache.follow import Watch
-from mx_cli.cache.layout import make_dirs, names, sync_directory
 from mx_cli.cache.lease import Lease
 from mx_cli.cache.reuse import duplicate, link_in_place
 from mx_cli.engine.meter import Meter

@@ -10,7 +10,8 @@ from typing import Protocol
 from mx_cli.base.errors import IntegrityError, OriginChanged
 from mx_cli.base.oserrors import explain
 from mx_cli.base.version import VERSION
-from mx_cli.cache.layout import Model, names, term_of
+from mx_cli.cache.files import names
+from mx_cli.cache.layout import Model, term_of
 from mx_cli.cache.lease import Lease
 from mx_cli.cache.parts import Parts, sweep
 from mx_cli.cache.reserve import check_space

@@ -15,7 +15,7 @@ from pathlib import Path
 from mx_cli.base.errors import UsageError
 from mx_cli.base.filesystem import give_name, is_mount
 from mx_cli.base.oserrors import explain
-from mx_cli.cache.layout import NO_FILE, make_dirs, read_file, sync_directory, write_private
+from mx_cli.cache.files import NO_FILE, make_dirs, read_file, sync_directory, write_private
 from mx_cli.flows.fill_directory import LAST
 from mx_cli.flows.work_directory import WorkDirectories
 from mx_cli.model.paths import fault

@@ -18,8 +18,9 @@ from mx_cli.base.errors import (
 )
 from mx_cli.base.events import Progress
 from mx_cli.cache.beat import Deposed
+from mx_cli.cache.files import names
 from mx_cli.cache.follow import Watch
-from mx_cli.cache.layout import Cache, Model, names, revision_name
+from mx_cli.cache.layout import Cache, Model, revision_name
 from mx_cli.cache.lease import Lease
 from mx_cli.cache.parts import sweep
 from mx_cli.cache.reserve import check_names, probe_rename

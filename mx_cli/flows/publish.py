@@ -12,7 +12,8 @@ from pathlib import Path
 from mx_cli.base.oserrors import explain
 from mx_cli.cache.beat import WAIT_LIMIT, Deposed
 from mx_cli.cache.fence import Fence
-from mx_cli.cache.layout import Model, make_dirs, make_way, sync_directory
+from mx_cli.cache.files import make_dirs, make_way, sync_directory
+from mx_cli.cache.layout import Model
 from mx_cli.cache.parts import Parts
 from mx_cli.cache.reserve import sync_filesystem
 from mx_cli.cache.reuse import Found

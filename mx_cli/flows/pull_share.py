@@ -10,7 +10,7 @@ from typing import Any
 
 from mx_cli.base.errors import StillLanding, UsageError
 from mx_cli.base.oserrors import explain
-from mx_cli.cache.layout import make_dirs, sync_directory
+from mx_cli.cache.files import make_dirs, sync_directory
 from mx_cli.cache.reserve import check_space, reserve
 from mx_cli.engine.buffers import write_at
 from mx_cli.engine.meter import Meter

@@ -9,7 +9,8 @@ from typing import TypeVar
 
 from mx_cli.base import units
 from mx_cli.base.errors import NotFound, OriginChanged, Unreachable
-from mx_cli.cache.layout import Model, read_file
+from mx_cli.cache.files import read_file
+from mx_cli.cache.layout import Model
 from mx_cli.cache.snapshots import Snapshots
 from mx_cli.engine.verify import WholeDigest
 from mx_cli.flows.context import Context, is_immutable, moving_name

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from mx_cli.base import units
+from mx_cli.cache.files import names, number_in
 from mx_cli.cache.follow import Watch
 from mx_cli.cache.inventory import resumable
-from mx_cli.cache.layout import Model, names, number_in
+from mx_cli.cache.layout import Model
 from mx_cli.cache.lease import Lease, View
 from mx_cli.flows.context import Context
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from mx_cli.base.errors import IntegrityError
 from mx_cli.base.filesystem import open_regular
 from mx_cli.base.oserrors import explain
-from mx_cli.cache.layout import NO_FILE, Model
+from mx_cli.cache.files import NO_FILE
+from mx_cli.cache.layout import Model
 from mx_cli.engine.verify import DigestMismatch, OriginDigest, WholeDigest, read_through
 from mx_cli.flows.context import Context
 from mx_cli.model import header

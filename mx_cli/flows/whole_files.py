@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mx_cli.base.errors import IntegrityError, OriginChanged
 from mx_cli.base.oserrors import explain
-from mx_cli.cache.layout import make_dirs, sync_directory
+from mx_cli.cache.files import make_dirs, sync_directory
 from mx_cli.cache.reserve import allocated, check_space, reserve
 from mx_cli.engine.meter import Meter
 from mx_cli.engine.ports import Block, Source

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mx_cli.base import filesystem
 from mx_cli.base.process import boot_id, is_gone, pid_namespace, start_time
-from mx_cli.cache.layout import make_dirs
+from mx_cli.cache.files import make_dirs
 
 ABANDONED_AFTER = 24 * 3600.0
 """Seconds without a change after which what others fill is left: nothing that they may wait for takes as long."""
