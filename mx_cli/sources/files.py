@@ -237,7 +237,10 @@ def _refused(name: str, refusal: MxError) -> Entry:
 
 
 def _explain(error: OSError, path: str, shown: str) -> MxError:
-    leads = os.readlink(path) if os.path.islink(path) else ""
+    try:
+        leads = os.readlink(path)
+    except OSError:
+        leads = ""
     if leads and error.errno in _GONE:
         return NotFound(f"{path}: a symlink to nothing ({leads}, which would be {os.path.realpath(path)})")
     if leads and error.errno == errno.ELOOP:
