@@ -67,6 +67,14 @@ def nearest(path: Path) -> Path:
     return next((place for place in (path, *path.parents) if os.path.exists(place)), Path("/"))
 
 
+def may(mode: int, path: Path) -> bool:
+    """Whether this process may do that (os.R_OK | os.W_OK | os.X_OK), by who it acts as and what it is capable of.
+
+    access(2) alone asks for who started it, without capabilities.
+    """
+    return os.access(path, mode, effective_ids=True)
+
+
 def is_mount(path: Path) -> bool:
     """Whether something is mounted on the directory; also a part of its own file system, which has no device of its own."""
     return os.path.ismount(path) or os.path.realpath(path) in {point for point, _ in mounts()}

@@ -32,7 +32,7 @@ from pathlib import Path
 
 from mx_cli.base import canonical
 from mx_cli.base.errors import FilesystemRefused, MxError, UsageError
-from mx_cli.base.filesystem import nearest
+from mx_cli.base.filesystem import may, nearest
 from mx_cli.base.oserrors import in_the_way
 from mx_cli.cache import umask
 from mx_cli.cache.files import make_dirs, names, number_in, read_json, write_atomic
@@ -213,7 +213,7 @@ class Model:
         day = time.strftime("%Y%m%d", time.gmtime())
         directory = self.used(revision)
         with contextlib.suppress(OSError, MxError):
-            if day in names(directory) or not os.access(self.path, os.W_OK):
+            if day in names(directory) or not may(os.W_OK, self.path):
                 return
             make_dirs(directory)
             os.close(os.open(directory / day, os.O_WRONLY | os.O_CREAT, 0o666))

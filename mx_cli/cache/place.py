@@ -56,7 +56,7 @@ def probe(arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def _refused(root: Path, work: Path) -> Capability | None:
     """Makes the directory for probes; why it cannot be."""
     if why := in_the_way(root):
-        return Capability("cache root", FAIL, f"{root}: {why}", _ELSEWHERE)
+        return Capability("cache root", FAIL, why, _ELSEWHERE)
     try:
         Cache(root)
         os.mkdir(work, 0o700)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from mx_cli.base import canonical
 from mx_cli.base.errors import IntegrityError
+from mx_cli.base.filesystem import may
 from mx_cli.base.oserrors import explain
 from mx_cli.cache.files import make_dirs, names, read_file, seen, sync_directory, write_atomic
 from mx_cli.cache.layout import Model
@@ -100,7 +101,7 @@ class Snapshots:
             return "absent"
         if not stat.S_ISREG(info.st_mode) or info.st_size != record.size:
             return "size"
-        if not os.access(path, os.R_OK):
+        if not may(os.R_OK, path):
             return "unreadable"
         return "sparse" if is_sparse(path, info) and not self._is_packed(path, info, record) else ""
 

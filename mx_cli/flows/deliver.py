@@ -15,7 +15,7 @@ from urllib.parse import unquote_to_bytes
 from mx_cli.base import canonical
 from mx_cli.base.config import Settings, read_path
 from mx_cli.base.errors import FilesystemRefused, UsageError
-from mx_cli.base.filesystem import nearest
+from mx_cli.base.filesystem import may, nearest
 from mx_cli.base.oserrors import explain, in_the_way
 from mx_cli.base.temporary import temporary_in
 from mx_cli.cache.files import make_dirs, refused, write_atomic
@@ -100,7 +100,7 @@ def _check_writable(option: str, directory: Path) -> None:
     number = 0
     if in_the_way(directory):
         number = errno.ENOTDIR
-    elif not os.access(near, os.W_OK | os.X_OK):
+    elif not may(os.W_OK | os.X_OK, near):
         number = errno.EROFS if os.statvfs(near).f_flag & os.ST_RDONLY else errno.EACCES
     if number:
         raise refused(OSError(number, os.strerror(number)), f"writing to {option} {directory}", directory)

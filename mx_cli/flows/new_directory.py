@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from mx_cli.base.errors import UsageError
-from mx_cli.base.filesystem import give_name, is_mount
+from mx_cli.base.filesystem import give_name, is_mount, may
 from mx_cli.base.oserrors import explain
 from mx_cli.cache.files import NO_FILE, make_dirs, read_file, sync_directory, write_private
 from mx_cli.flows.fill_directory import LAST
@@ -100,7 +100,7 @@ class NewDirectory:
 
     def _has_to_stay(self) -> bool:
         """Whether the directory is there, and nothing can take its place."""
-        return self.path.is_dir() and (is_mount(self.path) or not os.access(self.path.parent, os.W_OK | os.X_OK))
+        return self.path.is_dir() and (is_mount(self.path) or not may(os.W_OK | os.X_OK, self.path.parent))
 
     def _publish(self, work: Path) -> None:
         try:
