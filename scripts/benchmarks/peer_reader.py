@@ -152,7 +152,7 @@ class Mx:
             target.clear()
             with measured(self.pid) as found:
                 moved = move(
-                    peering.group.holding, joined(target.extents), members, bell, make_context(), None, target.pool
+                    peering.group.holding, joined(target.extents), members, bell, make_context(), target.pool
                 )
                 found.append(moved.seconds)
             if not all(member.alive for member in members):
