@@ -151,9 +151,7 @@ class Mx:
             self.reasons |= {f"{peer.path}: {peer.reason}" for peer in peering.group.peers}
             target.clear()
             with measured(self.pid) as found:
-                moved = move(
-                    peering.group.holding, joined(target.extents), members, bell, make_context(), target.pool
-                )
+                moved = move(peering.group.holding, joined(target.extents), members, bell, make_context(), target.pool)
                 found.append(moved.seconds)
             if not all(member.alive for member in members):
                 raise RuntimeError("the peer was left")
