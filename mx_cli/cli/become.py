@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mx_cli.base.errors import UsageError
+from mx_cli.base.filesystem import may
 from mx_cli.cli.session import Session
 
 
@@ -33,7 +34,7 @@ def check_program(name: str, environ: Mapping[str, str]) -> None:
 
 
 def _is_program(path: str) -> bool:
-    return os.path.isfile(path) and os.access(path, os.X_OK)
+    return os.path.isfile(path) and may(os.X_OK, Path(path))
 
 
 def become(session: Session, cmd: list[str], directory: Path, identity: str) -> None:

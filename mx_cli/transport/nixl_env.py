@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mx_cli.base.errors import MissingCapability, UsageError
+from mx_cli.base.filesystem import may
 from mx_cli.transport.nixl_log import Log
 
 INSTALL = "pip install 'mx-cli[peer]'"
@@ -218,8 +219,8 @@ def _can_be_written(log: str) -> bool:
         return True
     path = Path(log.removeprefix("file:"))
     if path.exists():
-        return not path.is_dir() and os.access(path, os.W_OK)
-    return os.access(path.parent, os.W_OK | os.X_OK)
+        return not path.is_dir() and may(os.W_OK, path)
+    return may(os.W_OK | os.X_OK, path.parent)
 
 
 @functools.cache

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mx_cli.base.errors import FilesystemRefused, MissingCapability, UsageError
+from mx_cli.base.filesystem import may
 
 CLIENT, SERVER = b"client", b"server"
 SHORTEST = 16
@@ -110,7 +111,7 @@ def _is_own_directory(path: Path) -> bool:
         status = path.stat()
     except OSError:
         return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and os.access(path, os.W_OK | os.X_OK)
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and may(os.W_OK | os.X_OK, path)
 
 
 def _check_own(path: Path, kind: int) -> None:
@@ -203,7 +204,7 @@ def _load(context: ssl.SSLContext, pem: bytes) -> None:
     finally:
         os.close(fd)
     # Without /proc memory has no name.
-    with tempfile.NamedTemporaryFile(prefix="mx-", dir=_IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else None) as file:
+    with tempfile.NamedTemporaryFile(prefix="mx-", dir=_IN_MEMORY if may(os.W_OK, Path(_IN_MEMORY)) else None) as file:
         file.write(pem)
         file.flush()
         context.load_cert_chain(file.name)
